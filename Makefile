@@ -1,0 +1,60 @@
+# Everything a clone needs: python3, make and gcc on the machine, and a package index that pip can reach.
+#
+#     make demo    compile Gemma 3 270M, compare it with eager
+#     make test    the tests, on the CPU and against the real torch_npu (no NPU needed)
+#     make lint    ruff and strict mypy
+#     make clean   remove what these made
+
+PYTHON ?= python3
+
+# Two environments, as torch can't be imported where torch_npu is installed and the CANN libraries are missing.
+CPU := .venv
+NPU := .venv-npu
+
+# Stand-ins for the CANN libraries. The loader reads LD_LIBRARY_PATH when a process starts, no later. Without a task queue,
+# a test that asks for a kernel fails where it asks; with one, the process dies later.
+STUBS := $(NPU)/cann-stubs
+WITH_STUBS := CANN_STUB_DEVICES=1 TASK_QUEUE_ENABLE=0 LD_LIBRARY_PATH=$(CURDIR)/$(STUBS)
+
+# A hung test ends its process and shows where it hung: printing an npu tensor over the stubs never returns, for example.
+PYTEST := python -m pytest -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
+
+# The whole package: all Python files but those of tests and examples, and none from a hidden folder or from build/.
+SOURCES := $(shell find . -name '*.py' -not -path './.*' -not -path './build/*' \
+                          -not -path './tests/*' -not -path './examples/*')
+
+.PHONY: demo test lint clean
+
+demo: $(CPU)/.package
+	$(CPU)/bin/python examples/gemma3_270m.py
+
+test: $(CPU)/.package $(NPU)/.package $(STUBS)/libcann_stub.so
+	$(CPU)/bin/$(PYTEST) -n 2 tests --ignore=tests/npu
+	$(WITH_STUBS) $(NPU)/bin/$(PYTEST) -n 2 tests/npu
+
+lint: $(CPU)/.package
+	$(CPU)/bin/ruff check .
+	$(CPU)/bin/mypy -p npu_fuse
+
+clean:
+	rm -rf $(CPU) $(NPU) build npu_fuse.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# What each environment holds besides the package itself.
+$(CPU)/.requirements: REQUIREMENTS := '.[dev,demo]'
+$(NPU)/.requirements: REQUIREMENTS := '.[dev,npu]' transformers
+
+$(CPU)/.requirements $(NPU)/.requirements: %/.requirements: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $*
+	$*/bin/pip install --quiet --constraint constraints.txt $(REQUIREMENTS)
+	touch $@
+
+# Not editable: type checkers can't follow an editable install of this layout, and this is what users get. Both environments
+# build in ./build, so one at a time, and from nothing: a module that was removed would be packed from an old build.
+.NOTPARALLEL:
+$(CPU)/.package $(NPU)/.package: %/.package: %/.requirements $(SOURCES)
+	rm -rf build
+	$*/bin/pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+	touch $@
+
+$(STUBS)/libcann_stub.so: $(NPU)/.requirements tests/npu/cann_stub.py tests/npu/cann_stub.c
+	$(NPU)/bin/python tests/npu/cann_stub.py $(STUBS)

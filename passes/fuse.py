@@ -1,0 +1,81 @@
+"""Takes the largest legal matches first and rewrites them; says of every other why not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..patterns import qkv, values
+from ..patterns.match import Findings, Match, Miss
+from ..runtime.options import Options
+from .lowering import LOWERINGS
+from .report import Site
+from .rewriter import Refused, Rewriter
+
+
+def fuse(rewriter: Rewriter, findings: Findings, options: Options) -> list[Site]:
+    """Rewrites what the contracts allow.
+
+    Returns:
+        A site for each match and near miss, in graph order.
+    """
+    matches = sorted((m for found in findings.matches.values() for m in found.values()), key=lambda m: m.node)
+    misses = findings.near_misses()
+    order = {node: i for i, node in enumerate(rewriter.graph.nodes)}
+    placed: list[tuple[int, Site]] = [(order[miss.node], _missed(miss)) for miss in misses]
+    sites = {match: _site(match) for match in matches}
+    placed += [(order[match.node], site) for match, site in sites.items()]
+    for kind, lower in LOWERINGS.items():
+        for match in matches:
+            if match.kind != kind or not rewriter.is_alive(match.node):
+                continue
+            site = sites[match]
+            try:
+                if kind in options.disable:
+                    raise Refused(f"{kind} is turned off by Options.disable")
+                with rewriter.edit(match.node, match.claimed) as edit:
+                    contract = lower(match, edit)
+                    if options.exact_rounding and edit.notes:
+                        raise Refused(f"Options.exact_rounding is on, and {edit.notes[0]}")
+            except Refused as refusal:
+                site.status, site.reason = "refused", str(refusal)
+            else:
+                _lowered(site, contract.name, edit.notes)
+                for part in match.parts:
+                    if not rewriter.is_alive(part.node):
+                        _lowered(sites[part], contract.name, edit.notes)
+    _settle(sites)
+    return [site for _, site in sorted(placed, key=lambda item: item[0])]
+
+
+def _lowered(site: Site, op: str, notes: Sequence[str]) -> None:
+    site.status, site.op, site.reason, site.roundings = "lowered", op, None, tuple(notes)
+
+
+def _site(match: Match) -> Site:
+    return Site(
+        match.kind,
+        "refused",
+        module=values.module_path(match.node),
+        source=values.source_line(match.node),
+        params=match.params.public(),
+    )
+
+
+def _missed(miss: Miss) -> Site:
+    node = miss.node
+    where = {"module": values.module_path(node), "source": values.source_line(node)}
+    return Site(miss.kind, "missed", reason=miss.reason, **where)
+
+
+def _settle(sites: dict[Match, Site]) -> None:
+    """Gives the kinds that have no op of their own the outcome of what they are part of."""
+    prologues = [match for match in sites if match.kind == qkv.KIND]
+    for match, site in sites.items():
+        if match.kind == qkv.CHAIN:
+            outer = next((m for m in prologues if match.parts[-1] in m.parts), None)
+            if outer is None:
+                site.reason = "no projection of q, k and v was found around it"
+            else:
+                site.status, site.op, site.reason = sites[outer].status, sites[outer].op, sites[outer].reason
+        elif match.kind == qkv.ROPE_THEN_NORM:
+            site.reason = "the norm comes after the rotation; split_qkv_rmsnorm_rope norms before it"

@@ -1,0 +1,26 @@
+"""How a recognised site becomes fused ops: one file a kind. Each asks the ops' contracts, and raises `Refused`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ...patterns import add_rms_norm as add_rms_norm_pattern
+from ...patterns import glu as glu_pattern
+from ...patterns import qkv as qkv_pattern
+from ...patterns import rms_norm as rms_norm_pattern
+from ...patterns import rope as rope_pattern
+from ...patterns.match import Match
+from ...runtime.ops.contract import OpContract
+from ..rewriter import Edit
+from . import glu, qkv, rms_norm, rope
+
+Lowering = Callable[[Match, Edit], OpContract]
+
+# Larger kinds first: what they take is not lowered again.
+LOWERINGS: Mapping[str, Lowering] = {
+    qkv_pattern.KIND: qkv.lower,
+    add_rms_norm_pattern.KIND: rms_norm.lower_add,
+    glu_pattern.KIND: glu.lower,
+    rms_norm_pattern.KIND: rms_norm.lower,
+    rope_pattern.KIND: rope.lower,
+}

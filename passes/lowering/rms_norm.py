@@ -1,0 +1,96 @@
+"""RMSNorm → npu_rms_norm, npu_gemma_rms_norm; residual add and RMSNorm → npu_add_rms_norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ...patterns import values
+from ...patterns.add_rms_norm import AddRmsNorm
+from ...patterns.match import Match
+from ...patterns.rms_norm import RmsNorm
+from ...runtime.ops import CONTRACTS
+from ...runtime.ops.contract import OpContract
+from ..rewriter import Edit, Refused
+
+
+def lower(match: Match, edit: Edit) -> OpContract:
+    """One op for a norm: the Gemma form where 1 is added to the weight, the plain one otherwise."""
+    p = match.params
+    assert isinstance(p, RmsNorm)
+    x = edit.current(match.inputs["x"])
+    _check_dtype(p, x)
+    if p.offset == 1:
+        contract = CONTRACTS["npu::npu_gemma_rms_norm"]
+        x = edit.contiguous(x)
+        if p.dtype.itemsize < 4 and p.normed_dtype == p.dtype:
+            edit.note(f"the model rounds the normed x to {p.dtype} before the weight; {contract.name} does not")
+    elif p.offset == 0:
+        contract = CONTRACTS["npu::npu_rms_norm"]
+        if p.weight and p.dtype.itemsize < 4 and p.normed_dtype != p.dtype:
+            edit.note(f"{contract.name} rounds the normed x to {p.dtype} before the weight; the model does not")
+    else:
+        raise Refused(f"{p.offset:g} is added to the weight; there are ops for 0 and 1")
+    note_statistics(p, edit)
+    normed = edit.op(contract, input=x, gamma=gamma(match, x, edit), epsilon=p.eps)
+    edit.replace(match.node, edit.item(normed, 0))
+    return contract
+
+
+def lower_add(match: Match, edit: Edit) -> OpContract:
+    """One op for the residual add and the norm behind it."""
+    assert isinstance(match.params, AddRmsNorm)
+    p = match.params.norm
+    contract = CONTRACTS["npu::npu_add_rms_norm"]
+    if p.offset:
+        raise Refused(f"{p.offset:g} is added to the weight, which {contract.name} does not do")
+    total = match.inputs["sum"]
+    if total is not edit.current(total):
+        raise Refused("the add has been taken by another fusion")
+    x1, x2 = (edit.current(match.inputs[name]) for name in ("x1", "x2"))
+    _check_dtype(p, x1)
+    if p.dtype.itemsize < 4:
+        edit.note(f"{contract.name} takes the statistics from the sum before it is rounded to {p.dtype}")
+        if p.weight and p.normed_dtype != p.dtype:
+            edit.note(f"{contract.name} rounds the normed x to {p.dtype} before the weight; the model does not")
+    note_statistics(p, edit)
+    x1, x2 = edit.contiguous(x1), edit.contiguous(x2)
+    added = edit.op(contract, x1=x1, x2=x2, gamma=gamma(match, x1, edit), epsilon=p.eps)
+    edit.replace(total, edit.item(added, 2))
+    edit.replace(match.node, edit.item(added, 0))
+    return contract
+
+
+def _check_dtype(p: RmsNorm, x: fx.Node) -> None:
+    if p.dtype != values.dtype(x):
+        raise Refused(f"its result is {p.dtype} for an x of {values.dtype(x)}; the op gives the type of x")
+
+
+def note_statistics(p: RmsNorm, edit: Edit) -> None:
+    """Notes where the model takes its statistics more coarsely than an op, which takes them in float32."""
+    if p.statistics_dtype.itemsize < 4 or p.scale_dtype.itemsize < 4:
+        edit.note(f"the model takes its statistics in {min(p.statistics_dtype, p.scale_dtype, key=_width)}, the op in float32")
+
+
+def _width(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def gamma(match: Match, x: fx.Node, edit: Edit) -> fx.Node:
+    """The weight as [hidden_size]; ones where the norm has none."""
+    weight = match.inputs.get("weight")
+    if weight is not None:
+        return vector(edit.current(weight), edit)
+    value = values.tensor(x)
+    assert value is not None
+    size, dtype, device = values.last_dim(x), value.dtype, value.device
+    assert size is not None
+    return edit.constant(
+        f"_ones_{size}_{str(dtype).removeprefix('torch.')}", lambda: torch.ones(size, dtype=dtype, device=device)
+    )
+
+
+def vector(weight: fx.Node, edit: Edit) -> fx.Node:
+    """A weight of shape [1, …, n] as [n]."""
+    shape = values.shape(weight)
+    return weight if len(shape) == 1 else edit.view(weight, [-1])

@@ -1,0 +1,70 @@
+"""The flow of a graph, on one screen.
+
+    Dynamo graph → prepare → AOTAutograd → recognise → fuse → restore → cleanup → runs
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from torch import fx
+
+from ..patterns import recognise
+from ..runtime.ops import CONTRACTS
+from ..runtime.options import Options
+from ..runtime.target import Target
+from .cleanup import cleanup
+from .fuse import fuse
+from .launches import count_launches
+from .preserve import preserve, restore
+from .report import Report
+from .rewriter import Rewriter
+from .specialise import specialise_module_floats
+
+
+def prepare(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a Dynamo graph, ready for AOTAutograd: ops that are to stay whole are opaque, floats of modules bound."""
+    prepared = preserve(module)
+    specialise_module_floats(prepared.graph)
+    prepared.recompile()
+    return prepared
+
+
+def optimise(module: fx.GraphModule, parameters: Collection[fx.Node], options: Options, target: Target) -> Report:
+    """Rewrites AOTAutograd's inference graph in place.
+
+    Args:
+        module: functionalised ATen graph with fake values in `meta["val"]`.
+        parameters: its placeholders that are parameters of the model.
+        options: what the user set.
+        target: the machine that contracts are judged for.
+    """
+    report = Report(launches_before=count_launches(module.graph))
+    with _timed(report, "recognise"):
+        findings = recognise(module.graph)
+    with _timed(report, "fuse"):
+        rewriter = Rewriter(module, target, parameters, pack_weights=options.pack_weights)
+        report.sites = fuse(rewriter, findings, options)
+    with _timed(report, "cleanup"):
+        restore(module.graph)
+        cleanup(module)
+    ops = {contract.op: name for name, contract in CONTRACTS.items()}
+    report.ops = Counter(ops[node.target] for node in module.graph.nodes if node.target in ops)
+    report.launches_after = count_launches(module.graph)
+    return report
+
+
+def leave(module: fx.GraphModule) -> None:
+    """Makes a prepared graph runnable as the model had it."""
+    restore(module.graph)
+    module.recompile()
+
+
+@contextmanager
+def _timed(report: Report, name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    report.seconds_by_pass[name] = time.perf_counter() - start

@@ -1,0 +1,81 @@
+"""Keeps ops whole that AOTAutograd would take apart, and differently on each device.
+
+Before AOTAutograd each becomes an opaque op of ours; what no fusion has used is put back after it, as the op that the
+model called. So a CPU and an NPU give the same graph, and one rule sees both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+_SCHEMAS = {
+    "linear": "linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
+    "scaled_dot_product_attention": (
+        "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+        "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor"
+    ),
+}
+_ORIGINALS: dict[str, Callable[..., torch.Tensor]] = {
+    "linear": torch.nn.functional.linear,
+    "scaled_dot_product_attention": torch.nn.functional.scaled_dot_product_attention,
+}
+_CALLED_AS: dict[Any, str] = {
+    torch.nn.functional.linear: "linear",
+    aten.linear.default: "linear",
+    torch.nn.functional.scaled_dot_product_attention: "scaled_dot_product_attention",
+    aten.scaled_dot_product_attention.default: "scaled_dot_product_attention",
+}
+
+
+@cache
+def _library() -> torch.library.Library:
+    """Defines the opaque ops, once a process. They have shapes and no kernel: none is left in a graph that runs."""
+    library = torch.library.Library("npu_fuse", "FRAGMENT")
+    for name, schema in _SCHEMAS.items():
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"npu_fuse::{name}", _ORIGINALS[name], lib=library)
+    return library
+
+
+def preserve(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a Dynamo graph in which the ops that are to stay whole are opaque; the caller's module is untouched.
+
+    Under autocast nothing is preserved: it is the original ops that autocast knows.
+    """
+    _library()
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    copy = fx.GraphModule(module, graph)
+    copy.meta.update(module.meta)
+    if any(_enters_autocast(node) for node in graph.nodes):
+        return copy
+    for node in graph.nodes:
+        name = _CALLED_AS.get(node.target) if node.op == "call_function" else None
+        if name is not None and not _is_random(node):
+            node.target = getattr(torch.ops.npu_fuse, name).default
+    copy.recompile()
+    return copy
+
+
+def _enters_autocast(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "_enter_autocast"
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Dropout in attention draws random numbers, in an order that only the original op keeps."""
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return dropout != 0.0
+
+
+def restore(graph: fx.Graph) -> None:
+    """Puts back the ops of the model where no fusion has taken them."""
+    originals = {getattr(torch.ops.npu_fuse, name).default: getattr(aten, name).default for name in _SCHEMAS}
+    for node in graph.nodes:
+        node.target = originals.get(node.target, node.target)

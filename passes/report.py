@@ -1,0 +1,179 @@
+"""What a compilation found and did, and why it left alone what it left alone."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Status = Literal["lowered", "refused", "missed"]
+
+
+@dataclass(slots=True)
+class Site:
+    """One recognised place, or a near miss.
+
+    Args:
+        kind: what it is: "rms_norm", "qkv", …
+        status: "lowered" to `op`; "refused": recognised, but no op may stand for it; "missed": nearly that kind.
+        op: the fused op it became, on its own or as a part of a larger site.
+        reason: why it was refused or missed; None if lowered.
+        module: path of the module that wrote it, as in `model.named_modules()`.
+        source: the model's line, `file:line in function`.
+        params: what the spelling fixed: eps, sizes, style.
+        roundings: where the op rounds otherwise than the model.
+    """
+
+    kind: str
+    status: Status
+    op: str | None = None
+    reason: str | None = None
+    module: str | None = None
+    source: str | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    roundings: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Report:
+    """All sites of one compilation, or of several merged.
+
+    Args:
+        sites: recognised places and near misses, in graph order.
+        ops: how often each fused op is in the final graph.
+        launches_before: calls of the model's graph that are no views.
+        launches_after: likewise, of the final graph.
+        seconds: time taken, by pass.
+        graphs: how many graphs it speaks of.
+        remark: why nothing was tried at all, if so.
+        failure: the traceback of an internal failure that left the graph unfused.
+    """
+
+    sites: list[Site] = field(default_factory=list)
+    ops: Counter[str] = field(default_factory=Counter)
+    launches_before: int = 0
+    launches_after: int = 0
+    seconds_by_pass: dict[str, float] = field(default_factory=dict)
+    graphs: int = 1
+    remark: str | None = None
+    failure: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Time that all passes took."""
+        return sum(self.seconds_by_pass.values())
+
+    def count(self, kind: str, **params: Any) -> int:
+        """How many sites of a kind were recognised, lowered or not, with the given parameters.
+
+        A parameter is compared with `site.params`; for a bool, `weight=True` asks whether there is one.
+        """
+        return sum(
+            site.kind == kind
+            and site.status != "missed"
+            and all(name in site.params and site.params[name] == value for name, value in params.items())
+            for site in self.sites
+        )
+
+    @classmethod
+    def merged(cls, reports: Iterable[Report]) -> Report:
+        """One report of several graphs."""
+        total = cls(graphs=0)
+        remarks, failures = [], []
+        for report in reports:
+            total.sites += report.sites
+            total.ops += report.ops
+            total.launches_before += report.launches_before
+            total.launches_after += report.launches_after
+            total.graphs += report.graphs
+            for name, seconds in report.seconds_by_pass.items():
+                total.seconds_by_pass[name] = total.seconds_by_pass.get(name, 0.0) + seconds
+            remarks += [report.remark] if report.remark else []
+            failures += [report.failure] if report.failure else []
+        total.remark = "\n".join(dict.fromkeys(remarks)) or None
+        total.failure = "\n".join(failures) or None
+        return total
+
+    def to_json(self) -> str:
+        """The report as JSON; `"version"` is that of its form."""
+        content = {"version": 1, **asdict(self), "seconds": self.seconds}
+        return json.dumps(content, default=lambda value: str(value).removeprefix("torch."), indent=2)
+
+    def summary(self) -> str:
+        """One line: what became what, and what is left."""
+        if self.remark:
+            return f"nothing fused: {self.remark}"
+        refused = sum(site.status == "refused" for site in self.sites)
+        missed = sum(site.status == "missed" for site in self.sites)
+        ops = ", ".join(f"{count} {name}" for name, count in self.ops.most_common()) or "no fused ops"
+        return (
+            f"{ops}; {self.launches_before} launches became {self.launches_after}; {refused} sites refused, {missed} near "
+            f"misses; {self.seconds * 1e3:.0f} ms"
+        )
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=120).print(self)
+        return text.getvalue()
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = [Text(self.summary(), style="bold")]
+        rows = Counter(
+            (site.kind, site.status, site.op or "", _shown(site.params), site.reason or "; ".join(site.roundings))
+            for site in self.sites
+        )
+        if rows:
+            parts.append(_table(rows, self._modules()))
+        if self.failure:
+            parts.append(Text(f"Left unfused by an internal failure:\n{self.failure}", style="red"))
+        return Group(*parts)
+
+    def _modules(self) -> dict[tuple[str, ...], list[str]]:
+        modules: dict[tuple[str, ...], list[str]] = {}
+        for site in self.sites:
+            key = (site.kind, site.status, site.op or "", _shown(site.params), site.reason or "; ".join(site.roundings))
+            modules.setdefault(key, []).append(site.module or "?")
+        return modules
+
+
+_COLOURS: dict[str, str] = {"lowered": "green", "refused": "yellow", "missed": "magenta"}
+
+
+def _table(rows: Counter[tuple[str, ...]], modules: dict[tuple[str, ...], list[str]]) -> Table:
+    table = Table(show_lines=False, pad_edge=False)
+    for title, options in (
+        ("n", {"justify": "right"}),
+        ("kind", {}),
+        ("status", {}),
+        ("fused op", {}),
+        ("where", {"overflow": "fold"}),
+        ("reason, or roundings", {"overflow": "fold", "ratio": 1}),
+    ):
+        table.add_column(title, **options)  # type: ignore[arg-type]  # each option has its own type
+    for row, count in rows.items():
+        kind, status, op, _, reason = row
+        colour = _COLOURS[status]
+        table.add_row(str(count), kind, f"[{colour}]{status}[/]", op, _places(modules[row]), Text(reason))
+    return table
+
+
+def _places(modules: list[str]) -> str:
+    """The first module and how many more."""
+    distinct = list(dict.fromkeys(modules))
+    return distinct[0] + (f" … {distinct[-1]}" if len(distinct) > 1 else "")
+
+
+def _shown(params: dict[str, Any]) -> str:
+    shown = []
+    for name, value in params.items():
+        text = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)
+        shown.append(f"{name}={text}")
+    return ", ".join(shown)

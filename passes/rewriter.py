@@ -1,0 +1,316 @@
+"""All surgery on a graph: one `Edit` a site, which is committed whole or leaves no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from ..patterns import values
+from ..runtime.ops.contract import OpContract
+from ..runtime.sizes import is_contiguous, known_equal, static_int
+from ..runtime.target import Target
+from .effects import is_pure, regions
+
+aten = torch.ops.aten
+
+
+class Refused(Exception):
+    """A site that may not be rewritten; its text is the reason that the report gives."""
+
+
+class Rewriter:
+    """A graph under rewriting: what has replaced what, and what sites share.
+
+    Args:
+        module: its graph is changed in place.
+        target: the machine that contracts are judged for.
+        parameters: the placeholders that are parameters of the model.
+        pack_weights: whether parameters may be packed.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, target: Target, parameters: Collection[fx.Node], *, pack_weights: bool
+    ) -> None:
+        self.module = module
+        self.graph = module.graph
+        self.target = target
+        self.parameters = frozenset(parameters)
+        self.pack_weights = pack_weights
+        self.regions = regions(self.graph)
+        self.placeholders = list(self.graph.find_nodes(op="placeholder"))
+        self.fake_mode = self._fake_mode()
+        self.shared: dict[Hashable, fx.Node] = {}
+        self._replaced: dict[fx.Node, fx.Node] = {}
+        self._symbols = self._symbol_nodes()
+
+    def _fake_mode(self) -> FakeTensorMode:
+        found = [n.meta["val"] for n in self.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        mode = detect_fake_mode(found)
+        return mode if mode is not None else FakeTensorMode(allow_non_fake_inputs=True)
+
+    def _symbol_nodes(self) -> dict[Hashable, fx.Node]:
+        """The first node that holds each symbolic size."""
+        symbols: dict[Hashable, fx.Node] = {}
+        for node in self.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt):
+                symbols.setdefault(value.node.expr, node)
+        return symbols
+
+    def current(self, node: fx.Node) -> fx.Node:
+        """The node that now stands for `node`."""
+        while node in self._replaced:
+            node = self._replaced[node]
+        return node
+
+    @staticmethod
+    def is_alive(node: fx.Node) -> bool:
+        """Whether a node is still in the graph."""
+        return not node._erased
+
+    def size(self, size: values.Size, like: fx.Node, dim: int) -> int | fx.Node:
+        """A size as an argument: its number, or the node that holds it (of axis `dim` of `like`)."""
+        static = static_int(size)
+        if static is not None:
+            return static
+        assert isinstance(size, torch.SymInt)
+        known = self._symbols.get(size.node.expr)
+        if known is not None:
+            return known
+        with self.graph.inserting_after(like):
+            node = self.graph.call_function(aten.sym_size.int, (like, dim))
+        node.meta["val"] = size
+        self.regions[node] = self.regions[like]
+        self._symbols[size.node.expr] = node
+        return node
+
+    @contextlib.contextmanager
+    def edit(self, origin: fx.Node, claimed: Sequence[fx.Node]) -> Iterator[Edit]:
+        """One rewrite. Committed when the block ends; undone when it raises."""
+        edit = Edit(self, origin, claimed)
+        try:
+            yield edit
+            edit.commit()
+        except BaseException:
+            edit.roll_back()
+            raise
+
+
+class Edit:
+    """New nodes for one site. Each is placed behind the last of its inputs."""
+
+    def __init__(self, rewriter: Rewriter, origin: fx.Node, claimed: Sequence[fx.Node]) -> None:
+        self.rewriter = rewriter
+        self.notes: list[str] = []
+        self._origin = origin
+        self._claimed = claimed
+        self._region = rewriter.regions[origin]
+        self._barrier = [n for n, region in rewriter.regions.items() if region == self._region - 1 and not n._erased]
+        self._created: list[fx.Node] = []
+        self._attributes: list[str] = []
+        self._shared: list[Hashable] = []
+        self._replacements: list[tuple[fx.Node, fx.Node]] = []
+
+    def current(self, node: fx.Node) -> fx.Node:
+        return self.rewriter.current(node)
+
+    def note(self, rounding: str) -> None:
+        """Notes a rounding in which the op differs from the model."""
+        self.notes.append(rounding)
+
+    # New nodes ---------------------------------------------------------------------------------------------------
+
+    def op(self, contract: OpContract, /, **arguments: Any) -> fx.Node:
+        """A call of a fused op, by the op's own argument names.
+
+        Raises:
+            Refused: its contract doesn't allow this call.
+        """
+        fakes = {name: _value(argument) for name, argument in arguments.items()}
+        reason = contract.refusal(self.rewriter.target, **fakes)
+        if reason is not None:
+            raise Refused(reason)
+        # By position as far as they go, as a trace of the op would have it.
+        positional = list(
+            itertools.takewhile(lambda a: a.name in arguments and not a.kwarg_only, contract.parsed_schema.arguments)
+        )
+        args = [arguments.pop(argument.name) for argument in positional]
+        return self.call(contract.op, *args, **arguments)
+
+    def call(
+        self, function: Callable[..., Any], *args: Any, shaped_as: Callable[..., Any] | None = None, **kwargs: Any
+    ) -> fx.Node:
+        """A call of any function, with the fake value that it, or `shaped_as` in its place, gives."""
+        graph = self.rewriter.graph
+        inputs: list[fx.Node] = []
+        fx.map_arg((args, kwargs), inputs.append)
+        with graph.inserting_after(self._anchor(inputs)):
+            node = graph.call_function(function, args, kwargs)
+        self._created.append(node)
+        for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
+            if key in self._origin.meta:
+                node.meta[key] = self._origin.meta[key]
+        node.meta["npu_fuse"] = self._origin.name
+        node.meta["val"] = self._fake(shaped_as or function, args, kwargs)
+        self.rewriter.regions[node] = self._region
+        return node
+
+    def _anchor(self, inputs: Sequence[fx.Node]) -> fx.Node:
+        """The node behind which a call stands: its last input, the last placeholder, or the last effect before the site."""
+        return max((*inputs, *self.rewriter.placeholders[-1:], *self._barrier), default=self.rewriter.graph._root)
+
+    def _fake(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs = fx.map_arg((args, kwargs), _value)
+        mode = self.rewriter.fake_mode
+        guards = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
+        with mode, guards:
+            return function(*args, **kwargs)
+
+    def constant(self, name: str, make: Callable[[], torch.Tensor]) -> fx.Node:
+        """A constant tensor, made once a graph and kept as an attribute of the module."""
+        known = self.rewriter.shared.get(name)
+        if known is not None:
+            return known
+        module, graph = self.rewriter.module, self.rewriter.graph
+        with unset_fake_temporarily():
+            value = make()
+        module.register_buffer(name, value, persistent=False)
+        with graph.inserting_after(self._anchor([])):
+            node = graph.get_attr(name)
+        node.meta["val"] = self.rewriter.fake_mode.from_tensor(value)
+        self.rewriter.regions[node] = 0
+        self.rewriter.shared[name] = node
+        return node
+
+    def share(self, key: Hashable, make: Callable[[], fx.Node]) -> fx.Node:
+        """What `make` builds, built once for all sites between two effects."""
+        key = (self._region, key)
+        if key not in self.rewriter.shared:
+            self.rewriter.shared[key] = make()
+            self._shared.append(key)
+        return self.rewriter.shared[key]
+
+    def item(self, node: fx.Node, index: int) -> fx.Node:
+        """One result of a call that gives several."""
+        return self.call(operator.getitem, node, index)
+
+    def view(self, node: fx.Node, sizes: Sequence[int | fx.Node]) -> fx.Node:
+        return self.call(aten.view.default, node, list(sizes))
+
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return node if values.dtype(node) == dtype else self.call(aten._to_copy.default, node, dtype=dtype)
+
+    def contiguous(self, node: fx.Node) -> fx.Node:
+        """The node, or a contiguous copy of it."""
+        value = values.tensor(node)
+        assert value is not None
+        if is_contiguous(value):
+            return node
+        return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def sizes(self, node: fx.Node) -> list[int | fx.Node]:
+        """The shape of a node as arguments for a view."""
+        return [self.rewriter.size(size, node, dim) for dim, size in enumerate(values.shape(node))]
+
+    # Replacing ---------------------------------------------------------------------------------------------------
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Lets `new` stand for `old`, in the layout that `old` had.
+
+        Raises:
+            Refused: `new` has another shape or dtype, or a layout that can't be restored.
+        """
+        before, after = values.tensor(old), values.tensor(new)
+        assert before is not None
+        assert after is not None
+        if before.dtype != after.dtype:
+            raise Refused(f"the result is {after.dtype}, the model's is {before.dtype}")
+        if not values.same_shape(before.shape, after.shape):
+            raise Refused(f"the result has shape {tuple(after.shape)}, the model's has {tuple(before.shape)}")
+        if not same_layout(before, after):
+            new = self._restore_layout(new, before)
+        self._replacements.append((old, new))
+
+    def _restore_layout(self, new: fx.Node, wanted: torch.Tensor) -> fx.Node:
+        """A copy of `new` with the strides of `wanted`."""
+        strides = [static_int(s) for s in wanted.stride()]
+        if any(s is None or s == 0 for s in strides):
+            raise Refused(f"the model's result has strides {tuple(wanted.stride())}, which can't be kept")
+        order = sorted(range(wanted.dim()), key=lambda d: -(strides[d] or 0))
+        inverse = [order.index(d) for d in range(wanted.dim())]
+        dense = self.call(aten.permute.default, new, order)
+        dense = self.call(aten.clone.default, dense, memory_format=torch.contiguous_format)
+        restored = self.call(aten.permute.default, dense, inverse)
+        value = values.tensor(restored)
+        assert value is not None
+        if not same_layout(wanted, value):
+            raise Refused(f"the model's result has strides {tuple(wanted.stride())}, which can't be kept")
+        return restored
+
+    def commit(self) -> None:
+        """Puts the replacements in force.
+
+        Raises:
+            Refused: an input of the new nodes depends on what they replace, or an effect stands between.
+        """
+        olds = {old for old, _ in self._replacements}
+        if len({self.rewriter.regions[n] for n in (*olds, *self._claimed)}) > 1:
+            raise Refused("an op with side effects stands between its nodes")
+        for old, new in self._replacements:
+            self._make_room(old, new)
+        for old, new in self._replacements:
+            own = set(self._created)
+            old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)  # noqa: B023  # used at once
+            self.rewriter._replaced[old] = new
+        for node in sorted({*self._claimed, *olds}, reverse=True):
+            if not node.users and is_pure(node):
+                self.rewriter.graph.erase_node(node)
+
+    def _make_room(self, old: fx.Node, new: fx.Node) -> None:
+        """Moves the users of `old` that stand before `new`, and all that depends on them, behind it."""
+        own = set(self._created)
+        movers: set[fx.Node] = set()
+        pending = [user for user in old.users if user < new and user not in own]
+        while pending:
+            node = pending.pop()
+            if node in movers:
+                continue
+            if node in own:
+                raise Refused("an input of the fused op depends on its result")
+            if not is_pure(node):
+                raise Refused(f"its result is used by {node.target}, which has side effects, before it could be computed")
+            movers.add(node)
+            pending.extend(user for user in node.users if user < new)
+        last = new
+        for node in sorted(movers):
+            last.append(node)
+            last = node
+
+    def roll_back(self) -> None:
+        """Takes all new nodes out again."""
+        for key in self._shared:
+            self.rewriter.shared.pop(key, None)
+        for node in reversed(self._created):
+            if not node._erased:
+                self.rewriter.graph.erase_node(node)
+            self.rewriter.regions.pop(node, None)
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True where two tensors of one shape have the same strides; those of axes of size one don't count."""
+    return all(
+        known_equal(x, y) or static_int(size) == 1
+        for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True)
+    )

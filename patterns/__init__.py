@@ -1,0 +1,62 @@
+"""What things are. Recognition is exact and touches nothing: a graph comes out of this room as it went in.
+
+`recognise` works out the term of every node beside the graph, and asks the `RULES` what each node is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from . import add_rms_norm, glu, qkv, rms_norm, rope
+from .canonical import Canonicaliser
+from .match import Findings, Match, Miss
+from .term import TermPool
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One kind: `match` says whether a node is the root of one."""
+
+    kind: str
+    match: Callable[[fx.Node, Canonicaliser, Findings], Match | Miss | None]
+
+
+# In order: a rule may use the matches of the rules above it.
+RULES: tuple[Rule, ...] = (
+    Rule(rms_norm.KIND, rms_norm.match),
+    Rule(rope.KIND, rope.match),
+    Rule(add_rms_norm.KIND, add_rms_norm.match),
+    Rule(qkv.CHAIN, qkv.match_chain),
+    Rule(qkv.ROPE_THEN_NORM, qkv.match_rope_then_norm),
+    Rule(qkv.KIND, qkv.match),
+    Rule(glu.KIND, glu.match),
+)
+KINDS: tuple[str, ...] = tuple(rule.kind for rule in RULES)
+
+
+def recognise(graph: fx.Graph) -> Findings:
+    """Finds what `RULES` know in an ATen graph whose nodes carry fake values in `meta["val"]`."""
+    with unset_fake_temporarily():  # movement and rotations are found by running them on real numbers
+        return _recognise(graph)
+
+
+def _recognise(graph: fx.Graph) -> Findings:
+    canonicaliser = Canonicaliser(TermPool())
+    findings = Findings()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        canonicaliser.visit(node)
+        for rule in RULES:
+            found = rule.match(node, canonicaliser, findings)
+            if isinstance(found, Miss):
+                findings.note(found)
+            elif found is not None:
+                findings.add(found)
+                if found.kind == rms_norm.KIND:
+                    canonicaliser.terms[node] = rms_norm.term(canonicaliser.pool, found, canonicaliser)
+    return findings

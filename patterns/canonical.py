@@ -1,0 +1,275 @@
+"""From ATen node to Term: one small function an op, in one table.
+
+An op that is not in the table is an opaque `Call`, never an error. Only ops between float tensors take part in the
+algebra; integers (indices, lengths) stay opaque.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..runtime.sizes import static_int
+from . import values
+from .term import Call, Product, Sum, Term, TermPool
+
+aten = torch.ops.aten
+
+
+class Canonicaliser:
+    """Terms of the nodes of one graph, filled in graph order by `visit`."""
+
+    def __init__(self, pool: TermPool) -> None:
+        self.pool = pool
+        self.terms: dict[fx.Node, Term] = {}
+
+    def visit(self, node: fx.Node) -> Term:
+        """Computes and keeps the term of a node whose inputs have been visited."""
+        term = self.terms[node] = self._term(node)
+        return term
+
+    def of(self, value: object) -> Term:
+        """The term of an argument: a visited node or a number."""
+        if isinstance(value, fx.Node):
+            return self.terms[value]
+        if isinstance(value, (int, float)):
+            return self.pool.number(value)
+        return self.pool.call("argument", _hashable(value, self.terms))
+
+    def _term(self, node: fx.Node) -> Term:
+        if node.op != "call_function":
+            return self.pool.leaf(node)
+        rule = RULES.get(node.target)
+        if rule is not None and values.is_float(node):
+            term = rule(self, node)
+            if term is not None:
+                return term
+        if not is_functional(node):
+            return self.pool.leaf(node)
+        arguments = _hashable((node.args, node.kwargs), self.terms)
+        return self.pool.call(str(node.target), arguments)
+
+
+def is_functional(node: fx.Node) -> bool:
+    """True where equal arguments mean equal results and nothing else happens: judged by the op's schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return node.target in (getattr, *_PYTHON_FUNCTIONS)
+    tags = getattr(node.target, "tags", ())
+    return not schema.is_mutable and torch.Tag.nondeterministic_seeded not in tags
+
+
+_PYTHON_FUNCTIONS = frozenset(
+    getattr(__import__("operator"), name) for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "neg")
+)
+
+
+def _hashable(value: object, terms: Mapping[fx.Node, Term]) -> Hashable:
+    if isinstance(value, fx.Node):
+        return terms[value]
+    if isinstance(value, (list, tuple)):
+        return tuple(_hashable(v, terms) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _hashable(v, terms)) for k, v in sorted(value.items()))
+    if isinstance(value, slice):
+        return ("slice", *(_hashable(v, terms) for v in (value.start, value.stop, value.step)))
+    if isinstance(value, (bool, int, float)):
+        return (type(value).__name__, value)  # 1, 1.0 and True are equal in Python, and are different arguments
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+# One function an op: (canonicaliser, node) -> Term, or None where the op's arguments are beyond it -----------------
+
+OpRule = Callable[[Canonicaliser, fx.Node], Term | None]
+
+
+def _argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def _float_operands(node: fx.Node) -> bool:
+    return all(values.is_float(n) for n in node.all_input_nodes)
+
+
+def _same(c: Canonicaliser, node: fx.Node) -> Term | None:
+    return c.of(node.args[0]) if values.is_float(node.args[0]) else None
+
+
+def _cast(c: Canonicaliser, node: fx.Node) -> Term | None:
+    return c.of(node.args[0]) if values.is_float_cast(node) else None
+
+
+def _add(c: Canonicaliser, node: fx.Node) -> Term | None:
+    if not _float_operands(node):
+        return None
+    alpha = _argument(node, 2, "alpha", 1)
+    return c.pool.add(c.of(node.args[0]), c.of(node.args[1]), float(alpha)) if isinstance(alpha, (int, float)) else None
+
+
+def _sub(c: Canonicaliser, node: fx.Node) -> Term | None:
+    if not _float_operands(node):
+        return None
+    alpha = _argument(node, 2, "alpha", 1)
+    return c.pool.add(c.of(node.args[0]), c.of(node.args[1]), -float(alpha)) if isinstance(alpha, (int, float)) else None
+
+
+def _rsub(c: Canonicaliser, node: fx.Node) -> Term | None:
+    if not _float_operands(node) or _argument(node, 2, "alpha", 1) != 1:
+        return None
+    return c.pool.add(c.of(node.args[1]), c.of(node.args[0]), -1.0)
+
+
+def _mul(c: Canonicaliser, node: fx.Node) -> Term | None:
+    return c.pool.mul(c.of(node.args[0]), c.of(node.args[1])) if _float_operands(node) else None
+
+
+def _div(c: Canonicaliser, node: fx.Node) -> Term | None:
+    if not _float_operands(node) or node.kwargs.get("rounding_mode") is not None:
+        return None
+    dividend, divisor = node.args[0], node.args[1]
+    if isinstance(divisor, (int, float)):
+        return c.pool.divide(c.of(dividend), c.pool.number(divisor)) if divisor else None
+    return c.pool.mul(c.of(dividend), c.pool.power(c.of(divisor), -1))
+
+
+def _neg(c: Canonicaliser, node: fx.Node) -> Term | None:
+    return c.pool.mul(c.of(node.args[0]), c.pool.number(-1))
+
+
+def _pow(c: Canonicaliser, node: fx.Node) -> Term | None:
+    exponent = node.args[1]
+    return c.pool.power(c.of(node.args[0]), float(exponent)) if isinstance(exponent, (int, float)) else None
+
+
+def _fixed_power(exponent: float) -> OpRule:
+    return lambda c, node: c.pool.power(c.of(node.args[0]), exponent)
+
+
+def _reduced_dims(node: fx.Node) -> tuple[int, ...] | None:
+    """Reduced axes counted from the end (-1 is the last), or None where all or unknown ones are reduced."""
+    rank = len(values.shape(node.args[0])) if isinstance(node.args[0], fx.Node) else 0
+    dims = _argument(node, 1, "dim")
+    if isinstance(dims, int):
+        dims = [dims]
+    if not dims or not all(isinstance(d, int) for d in dims):
+        return None
+    return tuple(sorted(d if d < 0 else d - rank for d in dims))
+
+
+def _mean(c: Canonicaliser, node: fx.Node) -> Term | None:
+    dims = _reduced_dims(node)
+    if dims is None or not _float_operands(node):
+        return None
+    name = "mean" if _argument(node, 2, "keepdim", False) else "mean_squeezed"
+    return c.pool.call(name, c.of(node.args[0]), dims)
+
+
+def _sum(c: Canonicaliser, node: fx.Node) -> Term | None:
+    """A sum over axes of known size is that many times the mean."""
+    mean = _mean(c, node)
+    if mean is None:
+        return None
+    count = 1
+    for dim in mean.args[1]:  # type: ignore[attr-defined]  # a mean is a Call
+        size = static_int(values.shape(node.args[0])[dim])  # type: ignore[arg-type]  # checked by _mean
+        if size is None:
+            return None
+        count *= size
+    return c.pool.mul(mean, c.pool.number(count))
+
+
+def _unsqueeze(c: Canonicaliser, node: fx.Node) -> Term | None:
+    """Undoes the squeezing of a reduced axis; a new first axis changes nothing under broadcasting."""
+    source, dim = node.args
+    if not isinstance(source, fx.Node) or not isinstance(dim, int):
+        return None
+    rank = len(values.shape(node))
+    dim = dim if dim < 0 else dim - rank
+    if dim == -rank and values.is_float(source):
+        return c.of(source)
+    return _unsqueezed(c.pool, c.of(source), dim)
+
+
+def _unsqueezed(pool: TermPool, term: Term, dim: int) -> Term | None:
+    """The term with its squeezed means along `dim` kept as an axis of size one; None if anything else is in it."""
+    if isinstance(term, Call):
+        return pool.call("mean", *term.args) if term.name == "mean_squeezed" and term.args[1] == (dim,) else None
+    if isinstance(term, Sum):
+        total = pool.number(term.constant)
+        for part, coefficient in term.parts:
+            restored = _unsqueezed(pool, part, dim)
+            if restored is None:
+                return None
+            total = pool.add(total, restored, coefficient)
+        return total
+    if isinstance(term, Product):
+        result = pool.number(term.coefficient)
+        for factor, exponent in term.factors:
+            restored = _unsqueezed(pool, factor, dim)
+            if restored is None:
+                return None
+            result = pool.mul(result, pool.power(restored, exponent))
+        return result
+    return None
+
+
+def _view(c: Canonicaliser, node: fx.Node) -> Term | None:
+    """A view that keeps the shape, or puts axes of size one in front, keeps the value under broadcasting."""
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or not values.is_float(source):
+        return None
+    before, after = values.shape(source), values.shape(node)
+    added = len(after) - len(before)
+    if added < 0 or not values.same_shape(before, after[added:]):
+        return None
+    return c.of(source) if all(static_int(size) == 1 for size in after[:added]) else None
+
+
+def _activation(name: str) -> OpRule:
+    return lambda c, node: c.pool.call(name, c.of(node.args[0])) if len(node.args) == 1 and not node.kwargs else None
+
+
+def _gelu(c: Canonicaliser, node: fx.Node) -> Term | None:
+    approximate = node.kwargs.get("approximate", "none")
+    return c.pool.call("gelu" if approximate == "none" else f"gelu_{approximate}", c.of(node.args[0]))
+
+
+RULES: Mapping[Any, OpRule] = {
+    aten._to_copy.default: _cast,
+    torch.ops.prims.convert_element_type.default: _cast,
+    aten.clone.default: _same,
+    aten.alias.default: _same,
+    aten.detach.default: _same,
+    aten.contiguous.default: _same,
+    aten.lift_fresh_copy.default: _same,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.reshape.default: _view,
+    aten.expand.default: _view,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.add.Tensor: _add,
+    aten.add.Scalar: _add,
+    aten.sub.Tensor: _sub,
+    aten.sub.Scalar: _sub,
+    aten.rsub.Scalar: _rsub,
+    aten.rsub.Tensor: _rsub,
+    aten.mul.Tensor: _mul,
+    aten.mul.Scalar: _mul,
+    aten.div.Tensor: _div,
+    aten.div.Scalar: _div,
+    aten.neg.default: _neg,
+    aten.pow.Tensor_Scalar: _pow,
+    aten.square.default: _fixed_power(2),
+    aten.sqrt.default: _fixed_power(0.5),
+    aten.rsqrt.default: _fixed_power(-0.5),
+    aten.reciprocal.default: _fixed_power(-1),
+    aten.mean.dim: _mean,
+    aten.sum.dim_IntList: _sum,
+    aten.sigmoid.default: _activation("sigmoid"),
+    aten.silu.default: _activation("silu"),
+    aten.relu.default: _activation("relu"),
+    aten.gelu.default: _gelu,
+}

@@ -1,0 +1,212 @@
+"""Data movement, found by running it: views on meta tensors give the map from an output axis to the source, exactly.
+
+A chain of views (view, split, slice, transpose, unsqueeze, …) of a contiguous source is an offset and one stride an
+axis: what torch itself computes for a tensor without storage. Symbolic sizes are replaced by two sets of small distinct
+primes, and a layout counts only if both give the same one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import fx
+
+from ..runtime.sizes import static_int
+from . import values
+
+aten = torch.ops.aten
+
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.squeeze.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.t.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.chunk.default,
+        aten.unbind.int,
+        aten.expand.default,
+        aten.alias.default,
+        aten.detach.default,
+    }
+)
+COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default})
+
+_PRIMES = ((5, 7, 11, 13, 17, 19, 23), (29, 31, 37, 41, 43, 47, 53))
+
+
+def is_movement(node: fx.Node) -> bool:
+    """True for an op that only moves elements of its one tensor input."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and source.target in VIEWS
+    return node.target in VIEWS or node.target in COPIES
+
+
+def source(node: fx.Node) -> fx.Node:
+    """The tensor that a movement op moves."""
+    first = node.args[0]
+    assert isinstance(first, fx.Node)
+    return first
+
+
+def trace(node: fx.Node, through: Callable[[fx.Node], bool] = is_movement) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """Follows movement down from `node`: (the first node that is no movement, the moving nodes from it up to `node`)."""
+    path: list[fx.Node] = []
+    while through(node):
+        path.append(node)
+        node = source(node)
+    return node, tuple(reversed(path))
+
+
+class Sizes:
+    """Stands in concrete numbers for the symbols of sizes: one of several assignments, chosen by `index`."""
+
+    COUNT = len(_PRIMES)
+
+    def __init__(self, index: int) -> None:
+        self._primes = _PRIMES[index]
+        self._symbols: dict[sympy.Symbol, int] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """The value with every symbolic size in it (SymInt, or node of one) replaced by its number."""
+        if isinstance(value, fx.Node):
+            return self(value.meta["val"])
+        if isinstance(value, torch.SymInt):
+            expression = value.node.expr
+            for symbol in sorted(expression.free_symbols, key=str):
+                self._symbols.setdefault(symbol, self._primes[len(self._symbols) % len(self._primes)])
+            return int(expression.subs(self._symbols))
+        if isinstance(value, (list, tuple)):
+            return [self(v) for v in value]
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the elements of a tensor lie in a contiguous source: `offset + sum(index * stride)`."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    source_sizes: tuple[int, ...]
+
+
+def layout(base: fx.Node, path: Sequence[fx.Node], sizes: Sizes) -> Layout | None:
+    """Runs a path of movement on a contiguous meta tensor shaped as `base`; None where it can't be strided."""
+    source_sizes = tuple(sizes(values.shape(base)))
+    value: Any = torch.empty(source_sizes, device="meta", dtype=torch.int8)
+    for node in path:
+        if node.target in COPIES:
+            continue
+        target = aten.view.default if node.target is aten._unsafe_view.default else node.target
+        try:
+            value = target(value, *(sizes(a) for a in node.args[1:]), **node.kwargs)  # type: ignore[operator]
+        except (RuntimeError, IndexError, ValueError):
+            return None  # not to be strided over the source, or not with these sizes
+    if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() != prod(source_sizes):
+        return None
+    return Layout(tuple(value.shape), tuple(value.stride()), int(value.storage_offset()), source_sizes)
+
+
+Role = Literal["head", "dim", "unit", "tokens"] | int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """Some columns of a source [*leading, width], seen as heads.
+
+    Args:
+        column: the first of the columns.
+        num_heads, head_dim: how the columns are cut.
+        roles: what each axis of the result is: "head", "dim" (the last), "unit" (of size one), the number of a leading
+            axis of the source, or "tokens" for all leading axes in one.
+    """
+
+    column: int
+    num_heads: int
+    head_dim: int
+    roles: tuple[Role, ...]
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+def head_layout(base: fx.Node, path: Sequence[fx.Node]) -> HeadLayout | None:
+    """Reads a path of movement as a view of heads, the same for every binding of the symbolic sizes; else None."""
+    found = {_head_layout(layout(base, path, Sizes(i))) for i in range(Sizes.COUNT)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _head_layout(moved: Layout | None) -> HeadLayout | None:
+    if moved is None or not moved.source_sizes or not moved.sizes or 0 in moved.sizes:
+        return None
+    *leading, width = moved.source_sizes
+    if moved.offset >= width or moved.strides[-1] != 1 and moved.sizes[-1] != 1:
+        return None
+    head_dim = moved.sizes[-1]
+    leading_strides = [width * prod(leading[i + 1 :]) for i in range(len(leading))]
+    axes: dict[tuple[int, int], Role] = {
+        (size, stride): i for i, (size, stride) in enumerate(zip(leading, leading_strides, strict=True)) if size > 1
+    }
+    if len(axes) != 1:
+        axes.setdefault((prod(leading), width), "tokens")
+    roles: list[Role] = []
+    num_heads = 1
+    for size, stride in zip(moved.sizes[:-1], moved.strides[:-1], strict=True):
+        if size == 1:
+            roles.append("unit")
+        elif (size, stride) in axes:
+            roles.append(axes[size, stride])
+        elif stride == head_dim and size * head_dim <= width - moved.offset and "head" not in roles:
+            roles.append("head")
+            num_heads = size
+        else:
+            return None
+    tokens = [r for r in roles if r not in ("head", "unit")]
+    complete = tokens == ["tokens"] or sorted(map(str, tokens)) == sorted(str(i) for i, s in enumerate(leading) if s > 1)
+    return HeadLayout(moved.offset, num_heads, head_dim, (*roles, "dim")) if complete else None
+
+
+def strip_unit_axes(node: fx.Node) -> fx.Node:
+    """The node below all views that only add or remove axes of size one."""
+    while node.target in VIEWS and node.target not in (aten.transpose.int, aten.permute.default, aten.t.default):
+        below = source(node)
+        if values.tensor(below) is None or values.tensor(node) is None:
+            break
+        before = [s for s in values.shape(below) if static_int(s) != 1]
+        after = [s for s in values.shape(node) if static_int(s) != 1]
+        if not values.same_shape(before, after):
+            break
+        node = below
+    return node
+
+
+def concrete(node: fx.Node, sizes: Sizes, constants: Mapping[fx.Node, Any]) -> Any:
+    """Runs one op on concrete values, with symbolic sizes replaced."""
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return constants[argument] if argument in constants else sizes(argument)
+        if isinstance(argument, (list, tuple)):
+            return [value(a) for a in argument]
+        return sizes(argument)
+
+    target: Any = node.target
+    return target(*(value(a) for a in node.args), **{k: value(v) for k, v in node.kwargs.items()})

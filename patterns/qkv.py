@@ -1,0 +1,257 @@
+"""The prologue of attention:  q, k, v = split(projection(x));  q, k = rope(norm(heads(q))), rope(norm(heads(k))).
+
+The projection is one (its columns are [q | k | v]) or three of one x; the norm is per head, over the whole width, or
+missing; transposes may stand anywhere. Reads the smaller matches, norms and ropes, and the movement between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from . import values
+from .canonical import Canonicaliser
+from .linear import Linear, linear
+from .match import Findings, Match, Miss
+from .movement import HeadLayout, head_layout, is_movement, source, trace
+from .rms_norm import RmsNorm
+from .rope import Rope
+
+CHAIN = "norm_rope_chain"
+ROPE_THEN_NORM = "rope_then_norm"
+KIND = "qkv"
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A rotated tensor with the norm before it.
+
+    Args:
+        per_head: whether the norm is over one head, not over all heads together.
+    """
+
+    per_head: bool
+
+    def public(self) -> dict[str, Any]:
+        return {"per_head": self.per_head}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeThenNorm:
+    """A norm of a rotated tensor."""
+
+    def public(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How one of q and k comes from its projection: `norm` is None where there is none."""
+
+    layout: HeadLayout
+    norm: RmsNorm | None
+
+
+@dataclass(frozen=True, slots=True)
+class Qkv:
+    """What a prologue fixes.
+
+    Args:
+        style: "fused" for one projection, "separate" for three.
+        q, k: heads of q and k in the columns of their projection.
+        rope: the rotation, the same for both.
+    """
+
+    style: Literal["fused", "separate"]
+    q: Head
+    k: Head
+    rope: Rope
+
+    def public(self) -> dict[str, Any]:
+        norm = self.q.norm
+        return {
+            "style": self.style,
+            "num_heads": self.q.layout.num_heads,
+            "num_kv_heads": self.k.layout.num_heads,
+            "head_dim": self.q.layout.head_dim,
+            "rope_dim": self.rope.rope_dim,
+            "rope_style": self.rope.style,
+            "norm": norm is not None,
+            "eps": None if norm is None else norm.eps,
+            "dtype": self.rope.dtype,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Strand:
+    """One rotated tensor, followed down to what it was cut from."""
+
+    rope: Match
+    norm: Match | None
+    base: fx.Node
+    path: tuple[fx.Node, ...]
+    norm_path: tuple[fx.Node, ...]
+
+    @property
+    def claimed(self) -> tuple[fx.Node, ...]:
+        norm = self.norm.claimed if self.norm is not None else ()
+        return tuple(sorted({*self.rope.claimed, *norm, *self.path}))
+
+
+def _moves(node: fx.Node) -> bool:
+    return is_movement(node) or values.is_float_cast(node)
+
+
+def _strand(rope: Match, findings: Findings) -> _Strand:
+    below, after = trace(rope.inputs["x"], lambda n: _moves(n) and findings.at("rms_norm", n) is None)
+    norm = findings.at("rms_norm", below)
+    if norm is None:
+        return _Strand(rope, None, below, after, ())
+    base, before = trace(norm.inputs["x"], _moves)
+    return _Strand(rope, norm, base, (*before, *after), before)
+
+
+def _movement_only(path: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
+    return tuple(n for n in path if is_movement(n))
+
+
+def match_chain(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
+    """Recognises a rotation of a normed tensor, nothing but movement and casts between."""
+    rope = findings.at("rope", node)
+    if rope is None:
+        return None
+    strand = _strand(rope, findings)
+    if strand.norm is None:
+        return None
+    assert isinstance(strand.norm.params, RmsNorm)
+    assert isinstance(rope.params, Rope)
+    per_head = strand.norm.params.hidden_size == rope.params.head_dim
+    inputs = {"x": strand.norm.inputs["x"]}
+    return Match(CHAIN, node, inputs, Chain(per_head), strand.claimed, (strand.norm, rope))
+
+
+def match_rope_then_norm(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
+    """Recognises a norm of a rotated tensor, nothing but movement and casts between."""
+    norm = findings.at("rms_norm", node)
+    if norm is None:
+        return None
+    below, _ = trace(norm.inputs["x"], lambda n: _moves(n) and findings.at("rope", n) is None)
+    rope = findings.at("rope", below)
+    if rope is None:
+        return None
+    return Match(ROPE_THEN_NORM, node, {"x": rope.inputs["x"]}, RopeThenNorm(), (*rope.claimed, *norm.claimed))
+
+
+def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
+    """Recognises the prologue at the later of its two rotations."""
+    rope = findings.at("rope", node)
+    if rope is None:
+        return None
+    strand = _strand(rope, findings)
+    for other in reversed(findings.of("rope")):
+        if other is rope or not _same_tables(rope, other, c):
+            continue
+        partner = _strand(other, findings)
+        if partner.base is strand.base:
+            return _fused(node, partner, strand)
+        if (pair := _projections(partner, strand)) is not None:
+            return _separate(node, partner, strand, *pair, c)
+    if linear(strand.base) is None:
+        message = "the rotated tensor comes from {}, not from a projection (and at most an RMSNorm after it)"
+        return Miss(KIND, node, message, (strand.base.target,), matched=1)
+    return None
+
+
+def _same_tables(a: Match, b: Match, c: Canonicaliser) -> bool:
+    return all(c.terms[a.inputs[name]] is c.terms[b.inputs[name]] for name in ("cos", "sin"))
+
+
+def _projections(a: _Strand, b: _Strand) -> tuple[Linear, Linear] | None:
+    """The two projections, where both strands come whole from projections of one x."""
+    first, second = linear(a.base), linear(b.base)
+    return (first, second) if first is not None and second is not None and first.x is second.x else None
+
+
+def _head(strand: _Strand) -> Head | str:
+    """How a strand is cut into heads, or why that can't be said."""
+    layout = head_layout(strand.base, _movement_only(strand.path))
+    if layout is None:
+        return "its heads are no plain cut of the projection's columns"
+    if strand.norm is None:
+        return Head(layout, None)
+    assert isinstance(strand.norm.params, RmsNorm)
+    return Head(layout, strand.norm.params)
+
+
+def _heads(node: fx.Node, a: _Strand, b: _Strand) -> tuple[Head, Head] | Miss:
+    first, second = _head(a), _head(b)
+    for strand, head in ((a, first), (b, second)):
+        if isinstance(head, str):
+            between = strand.base.target
+            return Miss(KIND, node, "between the rotation and {} {}", (between, head), matched=2)
+    assert isinstance(first, Head)
+    assert isinstance(second, Head)
+    return first, second
+
+
+def _fused(node: fx.Node, a: _Strand, b: _Strand) -> Match | Miss | None:
+    """q and k cut from one tensor: the one whose columns come first is q."""
+    heads = _heads(node, a, b)
+    if isinstance(heads, Miss):
+        return heads
+    if heads[0].layout.column > heads[1].layout.column:
+        (a, b), heads = (b, a), heads[::-1]
+    return _match(node, "fused", a, b, heads, {"projection": a.base})
+
+
+def _separate(
+    node: fx.Node, a: _Strand, b: _Strand, first: Linear, second: Linear, c: Canonicaliser
+) -> Match | Miss | None:
+    """q, k and v projected apart from one x. The wider one is q; v is a third projection as wide as k."""
+    heads = _heads(node, a, b)
+    if isinstance(heads, Miss):
+        return heads
+    if heads[0].layout.width < heads[1].layout.width:
+        (a, b), heads, (first, second) = (b, a), heads[::-1], (second, first)
+    v = _value_projection(first, second)
+    if v is None:
+        width = heads[1].layout.width
+        return Miss(KIND, node, "no third projection of the same x is {} wide, as v must be", (width,), matched=3)
+    inputs = {"x": first.x}
+    for name, projection in (("q", first), ("k", second), ("v", v)):
+        inputs[name] = projection.node
+    return _match(node, "separate", a, b, heads, inputs)
+
+
+def _value_projection(q: Linear, k: Linear) -> Linear | None:
+    """The first further projection of x with k's width: one that attends, if it isn't v, still splits off rightly."""
+    width = values.shape(k.weight)[0]
+    for user in q.x.users:
+        other = linear(user)
+        if other is None or other.x is not q.x or other.node in (q.node, k.node):
+            continue
+        if values.same_shape(values.shape(other.weight)[:1], [width]) and (other.bias is None) == (k.bias is None):
+            return other
+    return None
+
+
+def _match(
+    node: fx.Node,
+    style: Literal["fused", "separate"],
+    a: _Strand,
+    b: _Strand,
+    heads: tuple[Head, Head],
+    inputs: dict[str, fx.Node],
+) -> Match:
+    assert isinstance(a.rope.params, Rope)
+    inputs["cos"], inputs["sin"] = a.rope.inputs["cos"], a.rope.inputs["sin"]
+    inputs["rotated_q"], inputs["rotated_k"] = a.rope.node, b.rope.node
+    for name, strand in (("q_weight", a), ("k_weight", b)):
+        if strand.norm is not None and "weight" in strand.norm.inputs:
+            inputs[name] = strand.norm.inputs["weight"]
+    parts = tuple(m for strand in (a, b) for m in (strand.norm, strand.rope) if m is not None)
+    claimed = tuple(sorted({*a.claimed, *b.claimed}))
+    return Match(KIND, node, inputs, Qkv(style, heads[0], heads[1], a.rope.params), claimed, parts)

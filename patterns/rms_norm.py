@@ -1,0 +1,333 @@
+"""RMSNorm over the last axis:  y = x * (mean(x ** 2) + eps) ** -0.5 * (offset + weight).
+
+The weight may be missing, and every order, cast and spelling of the root is one term. What decides the last bits, the
+order of the multiplications and the casts between them, is read off the nodes and kept in `RmsNorm`, so that
+`reference` repeats the spelling bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from . import values
+from .canonical import Canonicaliser
+from .cone import Cone, walk
+from .match import Findings, Match, Miss
+from .term import Call, Leaf, Product, Sum, Term, TermPool
+
+KIND = "rms_norm"
+BARE = "rms_norm"
+WEIGHTED = "rms_norm_weighted"
+aten = torch.ops.aten
+
+Order = Literal["normed * weight", "(x * weight) * scale", "x * (scale * weight)"]
+Root = Literal["rsqrt", "pow", "1 / sqrt", "x / sqrt"]
+
+
+_ROOTS: dict[Root, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rsqrt": torch.rsqrt,
+    "pow": lambda v: torch.pow(v, -0.5),
+    "1 / sqrt": lambda v: 1 / torch.sqrt(v),
+    "x / sqrt": torch.sqrt,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """What one spelling of RMSNorm fixes.
+
+    Args:
+        eps: added to the mean of squares.
+        hidden_size: length of the normalised (last) axis.
+        weight: whether there is a weight.
+        offset: added to the weight: 1.0 for the Gemma family.
+        offset_dtype: type of that sum.
+        statistics_dtype: type in which the squares are averaged.
+        scale_dtype: type to which the inverse root is rounded before it scales.
+        scaled_dtype: type in which x is multiplied by the scale.
+        normed_dtype: type to which the normalised x is rounded before the weight multiplies it.
+        weighted_dtype: type of that product, before the result is cast.
+        dtype: type of the result.
+        order: which product is taken first.
+        root: how the inverse root is spelled.
+        mean: whether the mean is a mean, or a sum divided by the length.
+    """
+
+    eps: float
+    hidden_size: int
+    weight: bool
+    offset: float
+    offset_dtype: torch.dtype
+    statistics_dtype: torch.dtype
+    scale_dtype: torch.dtype
+    scaled_dtype: torch.dtype
+    normed_dtype: torch.dtype
+    weighted_dtype: torch.dtype
+    dtype: torch.dtype
+    order: Order
+    root: Root
+    mean: bool
+
+    def public(self) -> dict[str, Any]:
+        return {
+            "eps": self.eps,
+            "hidden_size": self.hidden_size,
+            "weight": self.weight,
+            "offset": self.offset,
+            "dtype": self.dtype,
+            "gated": False,
+        }
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor | None, p: RmsNorm) -> torch.Tensor:
+    """The spelling that `p` was read from, in plain torch: equal to it bit for bit in eager execution.
+
+    Args:
+        x: [..., hidden_size].
+        weight: [hidden_size], or None where `p.weight` is False.
+    """
+    wide = x.to(p.statistics_dtype)
+    square = wide * wide
+    mean = square.mean(-1, keepdim=True) if p.mean else square.sum(-1, keepdim=True) / p.hidden_size
+    variance = mean + p.eps
+    root = _ROOTS[p.root](variance).to(p.scale_dtype)
+
+    def scaled(value: torch.Tensor) -> torch.Tensor:
+        return value / root if p.root == "x / sqrt" else value * root
+
+    x = x.to(p.scaled_dtype)
+    if weight is None:
+        return scaled(x).to(p.dtype)
+    if p.offset:
+        weight = p.offset + weight.to(p.offset_dtype)
+    if p.order == "normed * weight":
+        product = scaled(x).to(p.normed_dtype) * weight
+    elif p.order == "(x * weight) * scale":
+        product = scaled(x * weight)
+    else:
+        product = x * scaled(weight)
+    return product.to(p.dtype)
+
+
+def term(pool: TermPool, match: Match, c: Canonicaliser) -> Term:
+    """What larger rules see of a recognised norm: one opaque value, whose bare form still takes a weight."""
+    params = match.params
+    assert isinstance(params, RmsNorm)
+    x = c.terms[match.inputs["x"]]
+    if not params.weight:
+        return pool.call(BARE, x, params.eps)
+    return pool.call(WEIGHTED, x, params.eps, c.terms[match.inputs["weight"]], params.offset)
+
+
+def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
+    """Recognises a node as RMSNorm of something: the bare norm, the norm times its weight, or the cast of either."""
+    if values.is_float_cast(node):
+        return _match_cast(node, findings)
+    value = c.terms[node]
+    if not isinstance(value, Product):
+        return None
+    for factor, exponent in value.factors:
+        if isinstance(factor, Call) and factor.name == BARE and exponent == 1:
+            return _match_weight(node, value, factor, c)
+        if exponent == -0.5:
+            return _match_scale(node, value, factor, c)
+    return None
+
+
+def _match_cast(node: fx.Node, findings: Findings) -> Match | None:
+    """A norm computed in a wide type and cast back is a norm with a narrow result."""
+    (source,) = node.all_input_nodes
+    inner = findings.at(KIND, source)
+    if inner is None or values.is_widening(values.dtype(source), values.dtype(node)):
+        return None
+    assert isinstance(inner.params, RmsNorm)
+    params = replace(inner.params, dtype=values.dtype(node))
+    if not params.weight:
+        params = replace(params, normed_dtype=values.dtype(node))
+    return Match(KIND, node, inner.inputs, params, (*inner.claimed, node))
+
+
+@dataclass(frozen=True, slots=True)
+class _Formula:
+    """The terms of one norm: x * scale ** -0.5 * (offset + weight), where scale = mean + eps."""
+
+    x: Term
+    scale: Term
+    mean: Call
+    eps: float
+    weight: Term | None
+    offset: float
+
+
+def _match_scale(node: fx.Node, value: Product, scale: Term, c: Canonicaliser) -> Match | Miss | None:
+    """x * (mean(x ** 2) + eps) ** -0.5 [* weight], written out."""
+    pool = c.pool
+    parts, eps = pool.addends(scale)
+    if len(parts) != 1:
+        return None
+    ((mean, factor),) = parts.items()
+    if not (isinstance(mean, Call) and mean.name == "mean" and eps >= 0):
+        return None
+    square, dims = mean.args
+    assert isinstance(square, Term)
+    x = pool.square_root(square)
+    if x is None:
+        return None
+
+    def miss(message: str, *details: object, matched: int) -> Miss:
+        return Miss(KIND, node, message, details, place=scale, matched=matched)
+
+    if dims != (-1,):
+        return miss("the mean of squares is taken over axes {}; an RMSNorm takes it over (-1,)", dims, matched=2)
+    if factor != 1:
+        message = "eps is added to {:g} times the mean of squares (an L2 norm); an RMSNorm adds it to the mean"
+        return miss(message, factor, matched=2)
+    if isinstance(x, Sum) and any(isinstance(p, Call) and p.name == "mean" and k == -1 for p, k in x.parts):
+        return miss("the mean is subtracted before the squares are taken: a LayerNorm, not an RMSNorm", matched=3)
+    scaled = pool.divide(value, pool.power(scale, -0.5))
+    rest = pool.divide(scaled, x) if scaled is not None else None
+    if rest is None:
+        return miss("the value that is scaled is not the one whose squares are averaged", matched=2)
+    weight, offset = _weight(rest)
+    if weight is None and rest is not pool.number(1):
+        return None
+    return _read(node, _Formula(x, scale, mean, eps, weight, offset), c)
+
+
+def _match_weight(node: fx.Node, value: Product, bare: Call, c: Canonicaliser) -> Match | None:
+    """A recognised norm without weight, times its weight."""
+    pool = c.pool
+    x, eps = bare.args
+    assert isinstance(x, Term)
+    assert isinstance(eps, float)
+    rest = pool.divide(value, bare)
+    weight, offset = _weight(rest) if rest is not None else (None, 0.0)
+    if weight is None:
+        return None
+    mean = pool.call("mean", pool.power(x, 2), (-1,))
+    assert isinstance(mean, Call)
+    found = _read(node, _Formula(x, pool.add(mean, pool.number(eps)), mean, eps, weight, offset), c)
+    return found if isinstance(found, Match) else None
+
+
+def _weight(rest: Term) -> tuple[Term | None, float]:
+    """(weight, offset) of a factor `offset + weight`; (None, 0) where the factor is no lone value."""
+    if isinstance(rest, Sum) and len(rest.parts) == 1 and rest.parts[0][1] == 1:
+        return rest.parts[0][0], rest.constant
+    return (rest, 0.0) if isinstance(rest, (Leaf, Call)) else (None, 0.0)
+
+
+def _read(node: fx.Node, formula: _Formula, c: Canonicaliser) -> Match | Miss | None:
+    """Walks the nodes of the norm, and reads off them what the terms don't say."""
+
+    def miss(message: str) -> Miss:
+        return Miss(KIND, node, message, place=formula.scale, matched=4)
+
+    cone = walk(node, lambda n: c.terms[n] in (formula.x, formula.weight))
+    if cone is None or any(c.terms[n] not in (formula.x, formula.weight) for n in cone.inputs):
+        return None
+    x_nodes = {values.strip_widening(n) for n in cone.inputs if c.terms[n] is formula.x}
+    if len(x_nodes) != 1:
+        return miss("x is rounded between the statistics and the scaling")
+    (x,) = x_nodes
+    hidden_size = values.last_dim(x)
+    if hidden_size is None:
+        return miss("the normalised axis has no static size")
+    if not values.same_shape(values.shape(x), values.shape(node)):
+        return miss("the result has another shape than x")
+    inputs = {"x": x}
+    if formula.weight is not None:
+        weights = {values.strip_widening(n) for n in cone.inputs if c.terms[n] is formula.weight}
+        if len(weights) != 1 or not values.is_vector(next(iter(weights)), hidden_size):
+            return None  # no weight but a gate, or a factor per token: the norm below stands on its own
+        (inputs["weight"],) = weights
+    params = _params(node, formula, cone, hidden_size, c)
+    if params is None:
+        return miss("its factors are multiplied in an order that is not known")
+    return Match(KIND, node, inputs, params, cone.nodes)
+
+
+def _params(
+    node: fx.Node, formula: _Formula, cone: Cone, hidden_size: int, c: Canonicaliser
+) -> RmsNorm | None:
+    """The roundings and the order of one spelling, or None where `reference` could not repeat it."""
+    pool = c.pool
+    inverse = pool.power(formula.scale, -0.5)
+    bare = pool.call(BARE, formula.x, formula.eps)
+    mean_node = next((n for n in cone.nodes if n.target in _REDUCTIONS), None)
+    root_node = next((n for n in cone.nodes if _takes_root(n)), None)
+    if mean_node is None or root_node is None:
+        return None
+    root = _root_spelling(root_node, inverse=c.terms[root_node] is inverse, cone=cone)
+    order, product = _order(formula, cone, inverse, bare, c)
+    if root is None or order is None or product is None:
+        return None
+    scaling = product if order == "normed * weight" else node
+    scales = [n for n in scaling.all_input_nodes if c.terms[n] in (inverse, pool.power(formula.scale, 0.5))]
+    weighting = node if order == "normed * weight" else product
+    normed = next((n for n in weighting.all_input_nodes if c.terms[n] is bare), node)
+    offset = next((n for n in cone.nodes if formula.offset and _is_sum(n, formula, c)), node)
+    return RmsNorm(
+        eps=formula.eps,
+        hidden_size=hidden_size,
+        weight=formula.weight is not None,
+        offset=formula.offset,
+        offset_dtype=values.dtype(offset),
+        statistics_dtype=values.dtype(mean_node.all_input_nodes[0]),
+        scale_dtype=values.dtype(scales[0]) if scales else values.dtype(root_node),
+        scaled_dtype=values.dtype(scaling),
+        normed_dtype=values.dtype(normed),
+        weighted_dtype=values.dtype(weighting),
+        dtype=values.dtype(node),
+        order=order,
+        root=root,
+        mean=mean_node.target is aten.mean.dim,
+    )
+
+
+def _order(
+    formula: _Formula, cone: Cone, inverse: Term, bare: Term, c: Canonicaliser
+) -> tuple[Order | None, fx.Node | None]:
+    """Which two factors are multiplied first, and the node that does it."""
+    pool = c.pool
+    orders: dict[Term, Order] = {bare: "normed * weight", pool.mul(formula.x, inverse): "normed * weight"}
+    if formula.weight is not None:
+        weight = pool.add(formula.weight, pool.number(formula.offset)) if formula.offset else formula.weight
+        orders[pool.mul(formula.x, weight)] = "(x * weight) * scale"
+        orders[pool.mul(weight, inverse)] = "x * (scale * weight)"
+    for n in cone.nodes:
+        if n.target in _PRODUCTS and c.terms[n] in orders:
+            return orders[c.terms[n]], n
+    return None, None
+
+
+def _is_sum(node: fx.Node, formula: _Formula, c: Canonicaliser) -> bool:
+    assert formula.weight is not None
+    return node.target in _SUMS and c.terms[node] is c.pool.add(formula.weight, c.pool.number(formula.offset))
+
+
+def _takes_root(node: fx.Node) -> bool:
+    if node.target is aten.pow.Tensor_Scalar:
+        return node.args[1] in (0.5, -0.5)
+    return node.target in (aten.rsqrt.default, aten.sqrt.default)
+
+
+def _root_spelling(node: fx.Node, *, inverse: bool, cone: Cone) -> Root | None:
+    if node.target is aten.rsqrt.default:
+        return "rsqrt"
+    if inverse:
+        return "pow"
+    users = [u for u in node.users if u in cone.nodes]
+    if all(u.target is aten.reciprocal.default for u in users):
+        return "1 / sqrt"
+    return "x / sqrt" if all(u.target is aten.div.Tensor for u in users) else None
+
+
+_PRODUCTS = frozenset({aten.mul.Tensor, aten.div.Tensor})
+_SUMS = frozenset({aten.add.Tensor, aten.add.Scalar})
+_REDUCTIONS = frozenset({aten.mean.dim, aten.sum.dim_IntList})

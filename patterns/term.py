@@ -1,0 +1,180 @@
+"""Terms: the canonical form of a value, hash-consed, so that equal terms are one object.
+
+A term says what a value *is*, whatever its spelling: `x * rsqrt(v)`, `x / v.sqrt()` and `v ** -0.5 * x` are one term.
+Rounding is no part of it (a cast between float types gives the same term); which roundings a spelling crosses is read
+off its nodes by the rule that asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch import fx
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Term:
+    """Base of all terms. Equality and hash are by identity: a pool makes each term once."""
+
+    serial: int = field(kw_only=True)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Leaf(Term):
+    """The value of a node that is not looked into: an input, a random or a mutating op."""
+
+    node: fx.Node
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Sum(Term):
+    """`constant + sum(coefficient * part)`, its parts in order of creation."""
+
+    parts: tuple[tuple[Term, float], ...]
+    constant: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Product(Term):
+    """`coefficient * prod(factor ** exponent)`, its factors in order of creation; without factors, a number."""
+
+    factors: tuple[tuple[Term, float], ...]
+    coefficient: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Call(Term):
+    """`name(*args)`: a reduction, an activation, a recognised kind such as "rms_norm", or any op without a rule here."""
+
+    name: str
+    args: tuple[Hashable, ...]
+
+
+AnyTerm = TypeVar("AnyTerm", bound=Term)
+
+
+class TermPool:
+    """Makes terms, each only once, and knows their algebra over the reals."""
+
+    def __init__(self) -> None:
+        self._pool: dict[tuple[Hashable, ...], Term] = {}
+
+    def _intern(self, kind: type[AnyTerm], *fields: Hashable) -> AnyTerm:
+        key = (kind, *fields)
+        term = self._pool.get(key)
+        if term is None:
+            term = self._pool[key] = kind(*fields, serial=len(self._pool))
+        assert isinstance(term, kind)
+        return term
+
+    def leaf(self, node: fx.Node) -> Term:
+        return self._intern(Leaf, node)
+
+    def call(self, name: str, *args: Hashable) -> Term:
+        return self._intern(Call, name, args)
+
+    def number(self, value: float) -> Term:
+        return self._intern(Product, (), float(value))
+
+    # Products ----------------------------------------------------------------------------------------------------
+
+    def _product(self, factors: Mapping[Term, float], coefficient: float) -> Term:
+        ordered = tuple(sorted(((t, e) for t, e in factors.items()), key=lambda item: item[0].serial))
+        if coefficient == 1 and len(ordered) == 1 and ordered[0][1] == 1:
+            return ordered[0][0]
+        return self._intern(Product, ordered, coefficient)
+
+    @staticmethod
+    def factors(term: Term) -> tuple[dict[Term, float], float]:
+        """The factors of a term with their exponents, and its coefficient; a term that is no product is its one factor."""
+        return (dict(term.factors), term.coefficient) if isinstance(term, Product) else ({term: 1.0}, 1.0)
+
+    def mul(self, a: Term, b: Term) -> Term:
+        if a is b:
+            return self.power(a, 2)
+        factors, coefficient = self.factors(a)
+        others, other_coefficient = self.factors(b)
+        for factor, exponent in others.items():
+            total = factors.get(factor, 0.0) + exponent
+            if total == 0:  # x / x is not 1 where x is 0: no identity of floating point
+                return self.call("mul", *sorted((a, b), key=lambda t: t.serial))
+            factors[factor] = total
+        for sigmoid in [f for f in factors if isinstance(f, Call) and f.name == "sigmoid" and factors[f] == 1]:
+            (gate,) = sigmoid.args
+            assert isinstance(gate, Term)
+            rest = self._divide(factors, coefficient, gate)
+            if rest is not None:  # x * sigmoid(x)
+                factors, coefficient = rest
+                del factors[sigmoid]
+                silu = self.call("silu", gate)
+                factors[silu] = factors.get(silu, 0.0) + 1
+        return self._product(factors, coefficient * other_coefficient)
+
+    def _divide(
+        self, factors: Mapping[Term, float], coefficient: float, divisor: Term
+    ) -> tuple[dict[Term, float], float] | None:
+        remaining = dict(factors)
+        divisors, divisor_coefficient = self.factors(divisor)
+        for factor, exponent in divisors.items():
+            left = remaining.get(factor, 0.0) - exponent
+            if left < 0 < exponent or (left > 0 > exponent):
+                return None
+            remaining[factor] = left
+        return {t: e for t, e in remaining.items() if e}, coefficient / divisor_coefficient
+
+    def divide(self, term: Term, divisor: Term) -> Term | None:
+        """`term / divisor` where every factor of the divisor is a factor of the term; else None."""
+        rest = self._divide(*self.factors(term), divisor)
+        return None if rest is None else self._product(*rest)
+
+    def power(self, base: Term, exponent: float) -> Term:
+        """`base ** exponent`. Exponents are multiplied only where that is an identity: `(x ** 2) ** 0.5` is no `x`."""
+        factors, coefficient = self.factors(base)
+        if not factors:
+            try:
+                return self.number(coefficient**exponent)
+            except (ZeroDivisionError, OverflowError, TypeError):
+                return self.call("pow", base, exponent)
+        integral = float(exponent).is_integer()
+        lone_root = len(factors) == 1 and abs(next(iter(factors.values()))) == 1
+        if coefficient == 1 and (integral or lone_root):
+            return self._product({t: e * exponent for t, e in factors.items()}, 1.0)
+        return self._product({base: float(exponent)}, 1.0)
+
+    def square_root(self, term: Term) -> Term | None:
+        """The term whose square this is (`(c * x) ** 2` gives `c * x`), or None."""
+        factors, coefficient = self.factors(term)
+        if coefficient != 1 or not factors or any(e % 2 for e in factors.values()):
+            return None
+        return self._product({t: e / 2 for t, e in factors.items()}, 1.0)
+
+    # Sums --------------------------------------------------------------------------------------------------------
+
+    def addends(self, term: Term) -> tuple[dict[Term, float], float]:
+        """The parts of a term with their coefficients, and its constant."""
+        if isinstance(term, Sum):
+            return dict(term.parts), term.constant
+        if isinstance(term, Product):
+            if not term.factors:
+                return {}, term.coefficient
+            return {self._product(dict(term.factors), 1.0): term.coefficient}, 0.0
+        return {term: 1.0}, 0.0
+
+    def add(self, a: Term, b: Term, scale: float = 1.0) -> Term:
+        """`a + scale * b`."""
+        parts, constant = self.addends(a)
+        others, other_constant = self.addends(b)
+        for part, coefficient in others.items():
+            total = parts.get(part, 0.0) + scale * coefficient
+            if total == 0:  # x - x is not 0 where x is infinite: no identity of floating point
+                return self.call("add", a, b, scale)
+            parts[part] = total
+        constant += scale * other_constant
+        if len(parts) == 1 and constant == 0:
+            ((part, coefficient),) = parts.items()
+            return self.mul(part, self.number(coefficient)) if coefficient != 1 else part
+        if not parts:
+            return self.number(constant)
+        return self._intern(Sum, tuple(sorted(parts.items(), key=lambda item: item[0].serial)), constant)

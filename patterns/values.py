@@ -1,0 +1,120 @@
+"""What a node's value is: its fake tensor, dtype and shape, and where in the model it was written.
+
+All shapes that rules, passes and reports look at come from here, and symbolic sizes are compared by `runtime.sizes`,
+so that nothing here ever installs a guard.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from ..runtime.sizes import known_equal, static_int
+
+aten = torch.ops.aten
+Size = int | torch.SymInt
+
+
+def tensor(node: object) -> torch.Tensor | None:
+    """The fake tensor of a node with one tensor as its value, else None."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def shape(node: fx.Node) -> tuple[Size, ...]:
+    """Shape of a tensor-valued node."""
+    value = tensor(node)
+    assert value is not None, node
+    return tuple(value.shape)
+
+
+def dtype(node: fx.Node) -> torch.dtype:
+    """Dtype of a tensor-valued node."""
+    value = tensor(node)
+    assert value is not None, node
+    return value.dtype
+
+
+def is_float(node: object) -> bool:
+    value = tensor(node)
+    return value is not None and value.dtype.is_floating_point
+
+
+def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    """True where two shapes are known to be equal under every binding of their symbols."""
+    return len(a) == len(b) and all(known_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def last_dim(node: fx.Node) -> int | None:
+    """The static size of the last axis, or None."""
+    sizes = shape(node)
+    return static_int(sizes[-1]) if sizes else None
+
+
+def is_vector(node: fx.Node, length: int) -> bool:
+    """True for a tensor of `length` elements that broadcasts along the last axis: [length] or [1, …, length]."""
+    sizes = shape(node)
+    return bool(sizes) and static_int(sizes[-1]) == length and all(static_int(s) == 1 for s in sizes[:-1])
+
+
+_MANTISSA = {torch.bfloat16: (8, 7), torch.float16: (5, 10), torch.float32: (8, 23), torch.float64: (11, 52)}
+
+
+def is_widening(source: torch.dtype, target: torch.dtype) -> bool:
+    """True where every value of `source` is a value of `target`, so that the cast rounds nothing."""
+    if source not in _MANTISSA or target not in _MANTISSA:
+        return source is target
+    return all(a <= b for a, b in zip(_MANTISSA[source], _MANTISSA[target], strict=True))
+
+
+CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
+
+
+def is_float_cast(node: fx.Node) -> bool:
+    """True for a cast between float types on one device."""
+    if node.target not in CASTS:
+        return False
+    before, after = tensor(node.args[0]), tensor(node)
+    return (
+        before is not None
+        and after is not None
+        and before.dtype.is_floating_point
+        and after.dtype.is_floating_point
+        and before.device == after.device
+    )
+
+
+def strip_widening(node: fx.Node) -> fx.Node:
+    """The node below all casts that round nothing: the same numbers, in their narrowest type."""
+    while is_float_cast(node):
+        (source,) = node.all_input_nodes
+        if not is_widening(dtype(source), dtype(node)):
+            break
+        node = source
+    return node
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+def source_line(node: fx.Node) -> str | None:
+    """`file:line in function` of the innermost frame of the model's own code."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    if not frames:
+        return None
+    file, line, function = frames[-1]
+    return f"{file}:{line} in {function}"
+
+
+def module_path(node: fx.Node) -> str | None:
+    """The path of the innermost module that wrote the node, as in `model.named_modules()`: `layers.0.self_attn`."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return None
+    path: str = list(stack.values())[-1][0]
+    path = re.sub(r"""\[['"]?([^'"\]]+)['"]?\]""", r".\1", path)
+    path = path.replace("L.self", "").replace("._modules", "")
+    return path.strip(".") or None

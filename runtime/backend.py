@@ -1,0 +1,153 @@
+"""The Dynamo entry: `torch.compile(model, backend="npu_fuse")`, or a `Backend` of one's own to keep its reports."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..passes.pipeline import leave, optimise, prepare
+from ..passes.report import Report
+from .ops.register import register
+from .options import Options
+from .target import Target
+
+_log = logging.getLogger("npu_fuse")
+
+Compiled = Callable[..., Any]
+
+
+class Backend:
+    """A torch.compile backend with its own options and reports; nothing is shared with other backends.
+
+    Args:
+        options: all settings in one.
+        settings: or single ones, by the names of `Options`.
+
+    Attributes:
+        reports: one `Report` for each graph compiled, in order.
+
+    Raises:
+        ValueError: a setting is unknown.
+    """
+
+    def __init__(self, options: Options | None = None, **settings: Any) -> None:
+        if options is not None and settings:
+            raise ValueError(f"Backend: give Options or single settings, not both (got {', '.join(settings)})")
+        self.options = options if options is not None else Options.of(settings)
+        self.reports: list[Report] = []
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        """Compiles one graph of Dynamo's."""
+        target = self.options.target if self.options.target is not None else Target.detect()
+        register(target)
+        reason = _why_not(example_inputs)
+        if reason is not None:
+            self._keep(Report(remark=reason))
+            return _compile(module, example_inputs, lambda graph, _: make_boxed_func(graph.forward))
+        parameters = _parameter_positions(module.graph)
+
+        def inference(graph: fx.GraphModule, _: Sequence[Any]) -> Compiled:
+            return make_boxed_func(self._optimised(graph, parameters, target).forward)
+
+        return _compile(prepare(module), example_inputs, inference)
+
+    def _optimised(self, module: fx.GraphModule, positions: Collection[int], target: Target) -> fx.GraphModule:
+        """The graph with its fusions; on an internal failure, as the model had it."""
+        work = _copy(module)
+        try:
+            report = optimise(work, _placeholders(work.graph, positions), self.options, target)
+        except Exception as error:
+            if self.options.strict:
+                raise
+            warnings.warn(f"npu_fuse: the graph runs unfused, by an internal failure: {error!r}", stacklevel=2)
+            self._keep(Report(failure=traceback.format_exc()))
+            leave(module)
+            return module
+        self._keep(report)
+        return work
+
+    def _keep(self, report: Report) -> None:
+        self.reports.append(report)
+        _log.info("graph %d: %s", len(self.reports) - 1, report.summary())
+
+    @property
+    def report(self) -> Report:
+        """All reports in one."""
+        return Report.merged(self.reports)
+
+
+def npu_fuse(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """The backend by its name, for `torch.compile(model, backend="npu_fuse", options={…})`.
+
+    Args:
+        module: a graph of Dynamo's.
+        example_inputs: its inputs.
+        mode: only None and "default" are known; capture and replay belong to the graph runner.
+        options: settings by the names of `Options`.
+
+    Raises:
+        ValueError: the mode or an option is unknown.
+    """
+    if mode not in (None, "default"):
+        raise ValueError(f"npu_fuse: unknown mode {mode!r}; known: 'default'")
+    return Backend(Options.of(options or {}))(module, example_inputs)
+
+
+def _why_not(example_inputs: Sequence[Any]) -> str | None:
+    """Why a graph is not looked at, or None."""
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    if torch.is_grad_enabled() and any(value.requires_grad for value in tensors):
+        return "the graph needs gradients, and fused ops have none: call the model under torch.no_grad()"
+    if any(is_traceable_wrapper_subclass(value) for value in tensors):
+        return "an input is a tensor subclass, whose ops are its own"
+    return None
+
+
+def _compile(
+    module: fx.GraphModule, example_inputs: Sequence[Any], compiler: Callable[[fx.GraphModule, Sequence[Any]], Compiled]
+) -> Compiled:
+    """Runs AOTAutograd, which keeps the semantics of the model: mutations, aliases, gradients."""
+    through_aot = aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True
+    )
+    compiled: Compiled = through_aot(module, example_inputs)
+    return compiled
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, graph)
+
+
+def _parameter_positions(graph: fx.Graph) -> frozenset[int]:
+    """Which placeholders of a Dynamo graph are parameters, by their position."""
+    return frozenset(
+        i
+        for i, node in enumerate(graph.find_nodes(op="placeholder"))
+        if isinstance(getattr(node.meta.get("grapharg"), "example", None), torch.nn.Parameter)
+    )
+
+
+def _placeholders(graph: fx.Graph, positions: Collection[int]) -> list[fx.Node]:
+    """The placeholders of AOTAutograd's graph that are the Dynamo graph's placeholders at `positions`."""
+    return [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if getattr(node.meta.get("desc"), "idx", None) in positions
+    ]

@@ -1,0 +1,51 @@
+"""Guard-free questions about sizes that may be symbolic.
+
+A plain `==` on a `torch.SymInt` used as a condition evaluates it and installs a guard: the compiled program is then
+bound to the example's sizes. Nothing here does: each answer is "known for every size the program may see", or no.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+__all__ = ["Size", "is_contiguous", "known_equal", "known_same_shape", "known_true", "static_int"]
+
+Size = int | torch.SymInt
+
+
+def known_true(condition: bool | torch.SymBool) -> bool:
+    """Whether `condition` holds for every size the program may see. No guard is installed."""
+    return statically_known_true(condition)
+
+
+def known_equal(left: Size, right: Size) -> bool:
+    """Whether both sizes are equal for every size the program may see. No guard is installed."""
+    return known_true(left == right)
+
+
+def known_same_shape(left: Sequence[Size], right: Sequence[Size]) -> bool:
+    """Whether both shapes have the same rank and `known_equal` sizes."""
+    return len(left) == len(right) and all(map(known_equal, left, right))
+
+
+def static_int(size: Size) -> int | None:
+    """The value of a size that is no symbol (any more), else None. No guard is installed."""
+    return size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+
+
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is row-major without gaps for every size the program may see. No guard is installed.
+
+    As in `torch.Tensor.is_contiguous`, the stride of a dim of size 1 doesn't matter, and an empty tensor is contiguous.
+    """
+    if any(known_equal(size, 0) for size in tensor.shape):
+        return True
+    expected: Size = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if known_equal(size, 1):
+            continue
+        if not known_equal(stride, expected):
+            return False
+        expected = expected * size
+    return True

@@ -1,0 +1,75 @@
+"""Several weights as one, never stale.
+
+A packed copy goes stale when a framework reloads a weight in place. So the packed tensor becomes the storage and the
+parameters become views of it: a write by anyone is seen at once, and no memory is spent twice.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The weights stacked along their first axis, without a copy once they are packed.
+
+    Called on every run: weights that lie behind one another in one storage are returned as one view of it. Otherwise
+    they are moved into a new storage, and each parameter becomes a view of its rows; this is also what happens after a
+    parameter was replaced (`p.data = …`, `load_state_dict(assign=True)`, `.to()`). Weights that can't be moved, because
+    something else shares their storage, are concatenated anew on each call.
+
+    Args:
+        weights: tensors of one dtype and device, [n_i, …] with equal other axes; contiguous.
+
+    Returns:
+        A contiguous tensor [sum(n_i), …].
+    """
+    if _adjacent(weights):
+        return _joined(weights)
+    with torch.inference_mode(False):  # parameters outlive the inference mode they are packed in
+        packed = torch.cat([weight.detach() for weight in weights])
+    if not _movable(weights):
+        warnings.warn(
+            f"npu_fuse: weights of shapes {[tuple(w.shape) for w in weights]} can't be moved into one storage, as they are "
+            "no parameters or something else uses their storage; they are copied on each call. "
+            "Options(pack_weights=False) leaves such projections apart.",
+            stacklevel=2,
+        )
+        return packed
+    start = 0
+    for weight in weights:
+        rows = weight.shape[0]
+        weight.data = packed[start : start + rows]
+        start += rows
+    return packed
+
+
+def _adjacent(weights: Sequence[torch.Tensor]) -> bool:
+    storage = weights[0].untyped_storage().data_ptr()
+    offset = weights[0].storage_offset()
+    for weight in weights:
+        if weight.untyped_storage().data_ptr() != storage or weight.storage_offset() != offset:
+            return False
+        if not weight.is_contiguous():
+            return False
+        offset += weight.numel()
+    return weights[0].numel() > 0
+
+
+def _joined(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = weights[0].detach()
+    rows = sum(w.shape[0] for w in weights)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def _movable(weights: Sequence[torch.Tensor]) -> bool:
+    """True for parameters that no one else shares a storage with, so that no one is cut off when they move."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None or not all(isinstance(weight, torch.nn.Parameter) for weight in weights):
+        return False
+    storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage() for weight in weights}
+    users = Counter(weight.untyped_storage().data_ptr() for weight in weights)
+    # `storages` itself holds one reference to each.
+    return all(count(storage._cdata) - 1 == users[address] for address, storage in storages.items())
