@@ -14,6 +14,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ..patterns import values
+from ..patterns.movement import Sizes
 from ..runtime.ops.contract import OpContract
 from ..runtime.sizes import is_contiguous, known_equal, static_int
 from ..runtime.target import Target
@@ -185,7 +186,7 @@ class Edit:
         module.register_buffer(name, value, persistent=False)
         with graph.inserting_after(self._anchor([])):
             node = graph.get_attr(name)
-        node.meta["val"] = self.rewriter.fake_mode.from_tensor(value)
+        node.meta["val"] = self.rewriter.fake_mode.from_tensor(value, static_shapes=True)
         self.rewriter.regions[node] = 0
         self.rewriter.shared[name] = node
         return node
@@ -216,6 +217,9 @@ class Edit:
             return node
         return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
+    def permuted(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
+        return node if list(order) == sorted(order) else self.call(aten.permute.default, node, list(order))
+
     def sizes(self, node: fx.Node) -> list[int | fx.Node]:
         """The shape of a node as arguments for a view."""
         return [self.rewriter.size(size, node, dim) for dim, size in enumerate(values.shape(node))]
@@ -241,14 +245,10 @@ class Edit:
 
     def _restore_layout(self, new: fx.Node, wanted: torch.Tensor) -> fx.Node:
         """A copy of `new` with the strides of `wanted`."""
-        strides = [static_int(s) for s in wanted.stride()]
-        if any(s is None or s == 0 for s in strides):
-            raise Refused(f"the model's result has strides {tuple(wanted.stride())}, which can't be kept")
-        order = sorted(range(wanted.dim()), key=lambda d: -(strides[d] or 0))
-        inverse = [order.index(d) for d in range(wanted.dim())]
+        order = physical_order(wanted)
         dense = self.call(aten.permute.default, new, order)
         dense = self.call(aten.clone.default, dense, memory_format=torch.contiguous_format)
-        restored = self.call(aten.permute.default, dense, inverse)
+        restored = self.call(aten.permute.default, dense, inverse(order))
         value = values.tensor(restored)
         assert value is not None
         if not same_layout(wanted, value):
@@ -314,3 +314,25 @@ def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
         known_equal(x, y) or static_int(size) == 1
         for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True)
     )
+
+
+def physical_order(value: torch.Tensor) -> list[int]:
+    """The axes of a tensor from the one with the largest stride to the one with the smallest.
+
+    Permuted by it, a dense tensor is contiguous: an op that works row by row can be given that view, without a copy.
+    """
+    strides = Sizes(0)(list(value.stride()))
+    return sorted(range(value.dim()), key=lambda axis: -strides[axis])
+
+
+def row_order(node: fx.Node) -> list[int]:
+    """The physical order of a node's axes where its rows lie along the last axis; else the order that it has."""
+    value = values.tensor(node)
+    assert value is not None
+    order = physical_order(value)
+    return order if order[-1] == value.dim() - 1 else list(range(value.dim()))
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes `order`."""
+    return [order.index(axis) for axis in range(len(order))]

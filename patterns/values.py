@@ -114,7 +114,10 @@ def module_path(node: fx.Node) -> str | None:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return None
-    path: str = list(stack.values())[-1][0]
-    path = re.sub(r"""\[['"]?([^'"\]]+)['"]?\]""", r".\1", path)
-    path = path.replace("L.self", "").replace("._modules", "")
-    return path.strip(".") or None
+    paths: list[str] = [path for path, _ in stack.values()]
+    path = paths[-1].removeprefix(paths[0]) if len(paths) > 1 else paths[-1]
+    path = path.replace("._modules", "").removeprefix("L['self']")
+    return _INDEX.sub(r".\1", path).strip(".") or None
+
+
+_INDEX = re.compile(r"""\[['"]?([^'"\]]+)['"]?\]""")

@@ -11,7 +11,7 @@ from ...patterns.match import Match
 from ...patterns.rms_norm import RmsNorm
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
-from ..rewriter import Edit, Refused
+from ..rewriter import Edit, Refused, inverse, row_order
 
 
 def lower(match: Match, edit: Edit) -> OpContract:
@@ -20,9 +20,10 @@ def lower(match: Match, edit: Edit) -> OpContract:
     assert isinstance(p, RmsNorm)
     x = edit.current(match.inputs["x"])
     _check_dtype(p, x)
+    order = row_order(x)
+    x = edit.contiguous(edit.permuted(x, order))
     if p.offset == 1:
         contract = CONTRACTS["npu::npu_gemma_rms_norm"]
-        x = edit.contiguous(x)
         if p.dtype.itemsize < 4 and p.normed_dtype == p.dtype:
             edit.note(f"the model rounds the normed x to {p.dtype} before the weight; {contract.name} does not")
     elif p.offset == 0:
@@ -33,7 +34,7 @@ def lower(match: Match, edit: Edit) -> OpContract:
         raise Refused(f"{p.offset:g} is added to the weight; there are ops for 0 and 1")
     note_statistics(p, edit)
     normed = edit.op(contract, input=x, gamma=gamma(match, x, edit), epsilon=p.eps)
-    edit.replace(match.node, edit.item(normed, 0))
+    edit.replace(match.node, edit.permuted(edit.item(normed, 0), inverse(order)))
     return contract
 
 

@@ -10,7 +10,7 @@ from ...patterns.match import Match
 from ...patterns.rope import Rope
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
-from ..rewriter import Edit
+from ..rewriter import Edit, inverse, row_order
 
 aten = torch.ops.aten
 
@@ -21,7 +21,9 @@ def lower(match: Match, edit: Edit) -> OpContract:
     assert isinstance(p, Rope)
     contract = CONTRACTS["npu::npu_rotary_mul"]
     x = edit.current(match.inputs["x"])
-    cos, sin = (_table(edit.current(match.inputs[name]), x, p, edit) for name in ("cos", "sin"))
+    order = row_order(x)
+    cos, sin = (_table(edit.current(match.inputs[name]), order, p, edit) for name in ("cos", "sin"))
+    x = edit.permuted(x, order)
     rotated = x
     if p.rope_dim != p.head_dim:
         rotated = edit.call(aten.slice.Tensor, x, -1, 0, p.rope_dim)
@@ -33,12 +35,12 @@ def lower(match: Match, edit: Edit) -> OpContract:
     if p.rope_dim != p.head_dim:
         passed = edit.cast(edit.call(aten.slice.Tensor, x, -1, p.rope_dim, p.head_dim), p.dtype)
         y = edit.call(aten.cat.default, [y, passed], -1)
-    edit.replace(match.node, y)
+    edit.replace(match.node, edit.permuted(y, inverse(order)))
     return contract
 
 
-def _table(table: fx.Node, x: fx.Node, p: Rope, edit: Edit) -> fx.Node:
-    """cos or sin as wide as the rotated part, in the type of the products, with as many axes as x."""
+def _table(table: fx.Node, order: list[int], p: Rope, edit: Edit) -> fx.Node:
+    """cos or sin as wide as the rotated part, in the type of the products, its axes ordered as those of x."""
 
     def build() -> fx.Node:
         full = edit.cast(table, p.compute_dtype)
@@ -49,7 +51,9 @@ def _table(table: fx.Node, x: fx.Node, p: Rope, edit: Edit) -> fx.Node:
             else:
                 pairs = edit.call(aten.stack.default, halves, -1)
                 full = edit.view(pairs, [*edit.sizes(full)[:-1], p.rope_dim])
-        missing = len(values.shape(x)) - len(values.shape(full))
-        return edit.view(full, [*[1] * missing, *edit.sizes(full)]) if missing else full
+        missing = len(order) - len(values.shape(full))
+        if missing:
+            full = edit.view(full, [*[1] * missing, *edit.sizes(full)])
+        return edit.contiguous(edit.permuted(full, order))
 
-    return edit.share(("table", table, p.style, p.rope_dim, p.compute_dtype, len(values.shape(x))), build)
+    return edit.share(("table", table, p.style, p.rope_dim, p.compute_dtype, tuple(order)), build)
