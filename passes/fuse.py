@@ -62,9 +62,8 @@ def _site(match: Match) -> Site:
 
 
 def _missed(miss: Miss) -> Site:
-    node = miss.node
-    where = {"module": values.module_path(node), "source": values.source_line(node)}
-    return Site(miss.kind, "missed", reason=miss.reason, **where)
+    module, source = values.module_path(miss.node), values.source_line(miss.node)
+    return Site(miss.kind, "missed", reason=miss.reason, module=module, source=source)
 
 
 def _settle(sites: dict[Match, Site]) -> None:

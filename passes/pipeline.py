@@ -26,7 +26,7 @@ from .specialise import specialise_module_floats
 
 
 def prepare(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a Dynamo graph, ready for AOTAutograd: ops that are to stay whole are opaque, floats of modules bound."""
+    """A copy of a Dynamo graph for AOTAutograd: ops that are to stay whole are opaque, floats of modules are bound."""
     prepared = preserve(module)
     specialise_module_floats(prepared.graph)
     prepared.recompile()

@@ -37,9 +37,9 @@ _CALLED_AS: dict[Any, str] = {
 @cache
 def _library() -> torch.library.Library:
     """Defines the opaque ops, once a process. They have shapes and no kernel: none is left in a graph that runs."""
-    library = torch.library.Library("npu_fuse", "FRAGMENT")
+    library = torch.library.Library("npu_fuse", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's own
     for name, schema in _SCHEMAS.items():
-        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]  # torch's own
         torch.library.register_fake(f"npu_fuse::{name}", _ORIGINALS[name], lib=library)
     return library
 
@@ -71,7 +71,7 @@ def _enters_autocast(node: fx.Node) -> bool:
 def _is_random(node: fx.Node) -> bool:
     """Dropout in attention draws random numbers, in an order that only the original op keeps."""
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-    return dropout != 0.0
+    return not (isinstance(dropout, (int, float)) and dropout == 0)
 
 
 def restore(graph: fx.Graph) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-import torch
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -114,10 +113,8 @@ class Report:
         refused = sum(site.status == "refused" for site in self.sites)
         missed = sum(site.status == "missed" for site in self.sites)
         ops = ", ".join(f"{count} {name}" for name, count in self.ops.most_common()) or "no fused ops"
-        return (
-            f"{ops}; {self.launches_before} launches became {self.launches_after}; {refused} sites refused, {missed} near "
-            f"misses; {self.seconds * 1e3:.0f} ms"
-        )
+        launches = f"{self.launches_before} launches became {self.launches_after}"
+        return f"{ops}; {launches}; {refused} sites refused, {missed} near misses; {self.seconds * 1e3:.0f} ms"
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -126,54 +123,33 @@ class Report:
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [Text(self.summary(), style="bold")]
-        rows = Counter(
-            (site.kind, site.status, site.op or "", _shown(site.params), site.reason or "; ".join(site.roundings))
-            for site in self.sites
-        )
-        if rows:
-            parts.append(_table(rows, self._modules()))
+        if self.sites:
+            parts.append(_table(self.sites))
         if self.failure:
             parts.append(Text(f"Left unfused by an internal failure:\n{self.failure}", style="red"))
         return Group(*parts)
 
-    def _modules(self) -> dict[tuple[str, ...], list[str]]:
-        modules: dict[tuple[str, ...], list[str]] = {}
-        for site in self.sites:
-            key = (site.kind, site.status, site.op or "", _shown(site.params), site.reason or "; ".join(site.roundings))
-            modules.setdefault(key, []).append(site.module or "?")
-        return modules
+
+_COLOURS: dict[Status, str] = {"lowered": "green", "refused": "yellow", "missed": "magenta"}
 
 
-_COLOURS: dict[str, str] = {"lowered": "green", "refused": "yellow", "missed": "magenta"}
-
-
-def _table(rows: Counter[tuple[str, ...]], modules: dict[tuple[str, ...], list[str]]) -> Table:
-    table = Table(show_lines=False, pad_edge=False)
-    for title, options in (
-        ("n", {"justify": "right"}),
-        ("kind", {}),
-        ("status", {}),
-        ("fused op", {}),
-        ("where", {"overflow": "fold"}),
-        ("reason, or roundings", {"overflow": "fold", "ratio": 1}),
-    ):
-        table.add_column(title, **options)  # type: ignore[arg-type]  # each option has its own type
-    for row, count in rows.items():
-        kind, status, op, _, reason = row
-        colour = _COLOURS[status]
-        table.add_row(str(count), kind, f"[{colour}]{status}[/]", op, _places(modules[row]), Text(reason))
+def _table(sites: Iterable[Site]) -> Table:
+    """A row for all sites that are alike, with the first and the last module that they are in."""
+    table = Table(pad_edge=False)
+    table.add_column("n", justify="right")
+    table.add_column("kind", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    table.add_column("fused op", overflow="fold")
+    table.add_column("where", overflow="fold")
+    table.add_column("why not, or what rounds otherwise", overflow="fold", ratio=1)
+    rows: dict[tuple[str, Status, str, str], list[str]] = {}
+    for site in sites:
+        remark = site.reason or "; ".join(site.roundings)
+        rows.setdefault((site.kind, site.status, site.op or "", remark), []).append(site.module or "?")
+    for (kind, status, op, remark), modules in rows.items():
+        first, last = modules[0], modules[-1]
+        where = first if first == last else f"{first} … {last}"
+        table.add_row(
+            str(len(modules)), kind, Text(status, _COLOURS[status]), op.replace("::", "::\n"), where, Text(remark)
+        )
     return table
-
-
-def _places(modules: list[str]) -> str:
-    """The first module and how many more."""
-    distinct = list(dict.fromkeys(modules))
-    return distinct[0] + (f" … {distinct[-1]}" if len(distinct) > 1 else "")
-
-
-def _shown(params: dict[str, Any]) -> str:
-    shown = []
-    for name, value in params.items():
-        text = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)
-        shown.append(f"{name}={text}")
-    return ", ".join(shown)

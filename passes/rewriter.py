@@ -23,7 +23,7 @@ from .effects import is_pure, regions
 aten = torch.ops.aten
 
 
-class Refused(Exception):
+class Refused(Exception):  # noqa: N818  # a refusal is no error
     """A site that may not be rewritten; its text is the reason that the report gives."""
 
 
@@ -165,7 +165,7 @@ class Edit:
         return node
 
     def _anchor(self, inputs: Sequence[fx.Node]) -> fx.Node:
-        """The node behind which a call stands: its last input, the last placeholder, or the last effect before the site."""
+        """The node behind which a call stands: the last input, placeholder, or effect before the site."""
         return max((*inputs, *self.rewriter.placeholders[-1:], *self._barrier), default=self.rewriter.graph._root)
 
     def _fake(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -286,7 +286,7 @@ class Edit:
             if node in own:
                 raise Refused("an input of the fused op depends on its result")
             if not is_pure(node):
-                raise Refused(f"its result is used by {node.target}, which has side effects, before it could be computed")
+                raise Refused(f"{node.target}, which has side effects, uses its result before that could be computed")
             movers.add(node)
             pending.extend(user for user in node.users if user < new)
         last = new

@@ -17,7 +17,7 @@ def specialise_module_floats(graph: fx.Graph) -> None:
         (wrapped,) = node.args
         value = node.meta.get("example_value")
         if isinstance(value, torch.SymFloat) and isinstance(wrapped, fx.Node) and _is_of_module(wrapped):
-            node.replace_all_uses_with(float(value))  # type: ignore[arg-type]  # a constant; float() installs the guard
+            node.replace_all_uses_with(float(value))  # float() installs the guard
             graph.erase_node(node)
 
 

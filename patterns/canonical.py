@@ -102,18 +102,14 @@ def _cast(c: Canonicaliser, node: fx.Node) -> Term | None:
     return c.of(node.args[0]) if values.is_float_cast(node) else None
 
 
-def _add(c: Canonicaliser, node: fx.Node) -> Term | None:
-    if not _float_operands(node):
-        return None
-    alpha = _argument(node, 2, "alpha", 1)
-    return c.pool.add(c.of(node.args[0]), c.of(node.args[1]), float(alpha)) if isinstance(alpha, (int, float)) else None
+def _scaled_add(sign: float) -> OpRule:
+    def rule(c: Canonicaliser, node: fx.Node) -> Term | None:
+        alpha = _argument(node, 2, "alpha", 1)
+        if not _float_operands(node) or not isinstance(alpha, (int, float)):
+            return None
+        return c.pool.add(c.of(node.args[0]), c.of(node.args[1]), sign * alpha)
 
-
-def _sub(c: Canonicaliser, node: fx.Node) -> Term | None:
-    if not _float_operands(node):
-        return None
-    alpha = _argument(node, 2, "alpha", 1)
-    return c.pool.add(c.of(node.args[0]), c.of(node.args[1]), -float(alpha)) if isinstance(alpha, (int, float)) else None
+    return rule
 
 
 def _rsub(c: Canonicaliser, node: fx.Node) -> Term | None:
@@ -250,10 +246,10 @@ RULES: Mapping[Any, OpRule] = {
     aten.reshape.default: _view,
     aten.expand.default: _view,
     aten.unsqueeze.default: _unsqueeze,
-    aten.add.Tensor: _add,
-    aten.add.Scalar: _add,
-    aten.sub.Tensor: _sub,
-    aten.sub.Scalar: _sub,
+    aten.add.Tensor: _scaled_add(1.0),
+    aten.add.Scalar: _scaled_add(1.0),
+    aten.sub.Tensor: _scaled_add(-1.0),
+    aten.sub.Scalar: _scaled_add(-1.0),
     aten.rsub.Scalar: _rsub,
     aten.rsub.Tensor: _rsub,
     aten.mul.Tensor: _mul,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ class Glu:
         return {"activation": self.activation, "dtype": self.dtype}
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
     "sigmoid": torch.sigmoid,
     "gelu": torch.nn.functional.gelu,

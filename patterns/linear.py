@@ -40,15 +40,16 @@ def linear(node: fx.Node) -> Linear | None:
 
 
 def _transposed(weight: object) -> fx.Node | None:
-    """The weight of which this node is the transpose."""
-    if not isinstance(weight, fx.Node):
+    """The matrix of which this node is the transpose."""
+    if not isinstance(weight, fx.Node) or len(values.shape(weight)) != 2:
         return None
-    transposes = {aten.t.default: (), aten.transpose.int: (0, 1), aten.permute.default: ([1, 0],)}
-    arguments = transposes.get(weight.target)  # type: ignore[call-overload]  # any target may be asked for
-    matches = arguments is not None and (
-        tuple(weight.args[1:]) == arguments or weight.target is aten.transpose.int and set(weight.args[1:]) <= {0, 1, -1, -2}
-    )
-    return source(weight) if matches and len(values.shape(weight)) == 2 else None
+    swaps = ((0, 1), (1, 0), (-1, -2), (-2, -1), (0, -1), (-1, 0), (1, -2), (-2, 1))
+    swapped = {
+        aten.t.default: lambda: True,
+        aten.transpose.int: lambda: weight.args[1:] in swaps,
+        aten.permute.default: lambda: tuple(weight.args[1]) in ((1, 0), (-1, -2)),  # type: ignore[arg-type]  # a list
+    }.get(weight.target, lambda: False)  # type: ignore[call-overload]  # any target may be asked for
+    return source(weight) if swapped() else None
 
 
 def _linear(node: fx.Node, x: object, weight: object, bias: object) -> Linear | None:

@@ -66,7 +66,7 @@ def source(node: fx.Node) -> fx.Node:
 
 
 def trace(node: fx.Node, through: Callable[[fx.Node], bool] = is_movement) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """Follows movement down from `node`: (the first node that is no movement, the moving nodes from it up to `node`)."""
+    """Follows movement down from `node`: the first node that is none, and the moving nodes from it up to `node`."""
     path: list[fx.Node] = []
     while through(node):
         path.append(node)
@@ -158,7 +158,7 @@ def _head_layout(moved: Layout | None) -> HeadLayout | None:
     if moved is None or not moved.source_sizes or not moved.sizes or 0 in moved.sizes:
         return None
     *leading, width = moved.source_sizes
-    if moved.offset >= width or moved.strides[-1] != 1 and moved.sizes[-1] != 1:
+    if moved.offset >= width or (moved.strides[-1] != 1 and moved.sizes[-1] != 1):
         return None
     head_dim = moved.sizes[-1]
     leading_strides = [width * prod(leading[i + 1 :]) for i in range(len(leading))]
@@ -180,7 +180,7 @@ def _head_layout(moved: Layout | None) -> HeadLayout | None:
         else:
             return None
     tokens = [r for r in roles if r not in ("head", "unit")]
-    complete = tokens == ["tokens"] or sorted(map(str, tokens)) == sorted(str(i) for i, s in enumerate(leading) if s > 1)
+    complete = tokens == ["tokens"] or sorted(map(str, tokens)) == [str(i) for i, s in enumerate(leading) if s > 1]
     return HeadLayout(moved.offset, num_heads, head_dim, (*roles, "dim")) if complete else None
 
 

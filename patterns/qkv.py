@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import fx
 
 from . import values
 from .canonical import Canonicaliser
 from .linear import Linear, linear
 from .match import Findings, Match, Miss
-from .movement import HeadLayout, head_layout, is_movement, source, trace
+from .movement import HeadLayout, head_layout, is_movement, trace
 from .rms_norm import RmsNorm
 from .rope import Rope
 

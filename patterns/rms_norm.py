@@ -90,6 +90,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor | None, p: RmsNorm) -> torch
     Args:
         x: [..., hidden_size].
         weight: [hidden_size], or None where `p.weight` is False.
+        p: a recognised spelling.
     """
     wide = x.to(p.statistics_dtype)
     square = wide * wide

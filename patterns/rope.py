@@ -1,9 +1,9 @@
 """Rotary position embedding:  y = x * cos + rotate(x) * sin.
 
-However it is spelled (rotate_half by slices or chunks, halves computed apart, interleaved pairs by stack or stride, part
-of the axis passed through), the result is linear in x with one coefficient from each of two tables. So the formula is
-found by running it on whole numbers that name their own place: every output element must read exactly two elements of
-x, one of them times ±cos[j], the other times ±sin[k]. What the tables hold is not asked: the one that multiplies an
+However it is spelled (rotate_half by slices or chunks, halves computed apart, interleaved pairs by stack or stride,
+part of the axis passed through), the result is linear in x with one coefficient from each of two tables. So the formula
+is found by running it on whole numbers that name their own place: every output element must read exactly two elements
+of x, one of them times ±cos[j], the other times ±sin[k]. What the tables hold is not asked: the one that multiplies an
 element by itself is cos.
 """
 
@@ -59,7 +59,9 @@ def reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, p: Rope) ->
 
     Args:
         x: [..., head_dim].
-        cos, sin: [..., table_dim], broadcast against x.
+        cos: [..., table_dim], broadcast against x.
+        sin: likewise.
+        p: a recognised spelling.
     """
     wide = x.to(p.compute_dtype)
     rotated, passed = wide[..., : p.rope_dim], x[..., p.rope_dim :]
@@ -121,7 +123,7 @@ def _is_linear(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Combination:
-    """A sum of products, as nodes: all that lies between the root and the products, and the terms that are no product."""
+    """A sum of products, as nodes: what lies between the root and the products, and the terms that are no product."""
 
     nodes: frozenset[fx.Node]
     products: tuple[fx.Node, ...]
@@ -233,6 +235,7 @@ def _rounds(node: fx.Node) -> bool:
 
 _CODES = random.Random(20)  # any fixed seed: codes only have to differ
 _MOST_ELEMENTS = 1 << 18
+_SMALL = (2, 3, 5, 7, 11)
 
 
 def _codes(count: int, bits: int) -> torch.Tensor:
@@ -258,10 +261,13 @@ def _probe(root: fx.Node, candidate: _Candidate) -> Match | Miss | None:
 def _probe_shapes(candidate: _Candidate, *, shrink: bool) -> tuple[list[int], list[list[int]]] | None:
     """Small shapes for x and the tables that broadcast as the real ones do; `shrink` also replaces static sizes."""
     x_shape = values.shape(candidate.x)
-    sizes = Sizes(0)
-    small = [p if shrink and static_int(s) not in (0, 1) else sizes(s) for p, s in zip((2, 3, 5, 7, 11), x_shape, strict=False)]
-    if len(x_shape) > 5:
+    if len(x_shape) > len(_SMALL):
         return None
+    sizes = Sizes(0)
+    small = [
+        prime if shrink and static_int(size) not in (0, 1) else sizes(size)
+        for prime, size in zip(_SMALL, x_shape, strict=False)
+    ]
     small[-1] = static_int(x_shape[-1]) or 0
     tables = []
     for table in candidate.tables:
@@ -386,54 +392,51 @@ def _decode_plain(plain: torch.Tensor, places: Mapping[int, int]) -> list[int | 
 
 def _classify(root: fx.Node, candidate: _Candidate, readings: _Readings, head_dim: int) -> Match | Miss | None:
     """Names the rotation that the readings show, or the first element that is not one's."""
-    first, second = readings.tables
+    (first, second), (cos, sin) = readings.tables, candidate.tables
     if all(r is None or r[0] == i for i, r in enumerate(second)):
-        first, second, tables = second, first, candidate.tables[::-1]
-    else:
-        tables = candidate.tables
-    cos, sin = tables
+        first, second, cos, sin = second, first, sin, cos
     rope_dim = sum(r is not None for r in first)
+    own = [r for r in first[:rope_dim] if r is not None]
+    paired = [r for r in second[:rope_dim] if r is not None]
+    if not len(own) == len(paired) == rope_dim or any((r[0], r[1]) != (i, 1) for i, r in enumerate(own)):
+        return None
 
     def miss(message: str, *details: object, matched: int) -> Miss:
         return Miss(KIND, root, message, details, place=candidate.x, matched=matched)
 
-    if any(r is not None and (r[0] != i or r[1] != 1) for i, r in enumerate(first)):
-        return None
-    if not rope_dim or any((readings.plain[i] != i) for i in range(rope_dim, head_dim)):
+    if not rope_dim or readings.plain != [*[None] * rope_dim, *range(rope_dim, head_dim)]:
         return miss("the rotated elements are not the first of their axis", matched=1)
-    if any(r is None for r in first[:rope_dim]) or any(r is None for r in second[:rope_dim]):
-        return None
-    half = rope_dim // 2
-    partners: dict[Style, list[tuple[int, int]]] = {
-        "half": [(i + half, -1) if i < half else (i - half, 1) for i in range(rope_dim)],
-        "interleave": [(i + 1, -1) if i % 2 == 0 else (i - 1, 1) for i in range(rope_dim)],
-    }
-    read = [(r[0], r[1]) for r in second[:rope_dim] if r is not None]
-    style = next((s for s, wanted in partners.items() if read == wanted), None)
+    partners = _partners(rope_dim)
+    read = [(place, sign) for place, sign, _ in paired]
+    style = next((style for style, wanted in partners.items() if read == wanted), None)
     if style is None:
-        nearest = max(partners.values(), key=lambda wanted: sum(a[0] == b[0] for a, b in zip(wanted, read, strict=True)))
+        nearest = max(partners.values(), key=lambda pairs: sum(a[0] == b[0] for a, b in zip(pairs, read, strict=True)))
         row = next(i for i, (a, b) in enumerate(zip(nearest, read, strict=True)) if a != b)
-        (found, sign), (wanted_place, wanted_sign) = read[row], nearest[row]
-        return miss(
-            "element {} reads {}x[{}] * sin, a rotation reads {}x[{}] * sin",
-            row, "-+"[sign > 0], found, "-+"[wanted_sign > 0], wanted_place, matched=3,
-        )  # fmt: skip
+        message = "element {} reads {} * sin, a rotation reads {} * sin"
+        return miss(message, row, _signed(*read[row]), _signed(*nearest[row]), matched=3)
     table_dim = values.last_dim(cos)
-    if table_dim is None or table_dim != values.last_dim(sin):
-        return miss("cos and sin have different widths", matched=3)
-    shared = [i % half if style == "half" else i // 2 for i in range(rope_dim)]
-    columns = [[r[2] for r in reading[:rope_dim] if r is not None] for reading in (first, second)]
-    if table_dim == rope_dim and all(column == list(range(rope_dim)) for column in columns):
-        pass
-    elif table_dim == half and all(column == shared for column in columns):
-        pass
-    elif all(column == shared for column in columns):
-        return miss("only the first {} of the {} columns of cos and sin are read", half, table_dim, matched=3)
-    else:
-        return miss("cos and sin are read in an order of columns that is not known", matched=3)
+    columns = [[column for _, _, column in reading] for reading in (own, paired)]
+    each, shared = list(range(rope_dim)), [i % (rope_dim // 2) if style == "half" else i // 2 for i in range(rope_dim)]
+    wanted_columns = {rope_dim: each, rope_dim // 2: shared}.get(table_dim or 0)
+    if table_dim is None or table_dim != values.last_dim(sin) or columns != [wanted_columns, wanted_columns]:
+        message = "the columns of cos and sin ({} and {} wide) are read in an order that is not known"
+        return miss(message, values.last_dim(cos), values.last_dim(sin), matched=3)
     compute_dtypes = {values.dtype(p) for p in candidate.products}
     if len(compute_dtypes) != 1 or any(_rounds(n) for n in candidate.nodes if n is not root):
         return miss("a part of the rotation is rounded before the parts are added up", matched=4)
     params = Rope(style, head_dim, rope_dim, table_dim, compute_dtypes.pop(), values.dtype(root))
     inputs = {"x": values.strip_widening(candidate.x), "cos": cos, "sin": sin}
     return Match(KIND, root, inputs, params, candidate.nodes)
+
+
+def _partners(rope_dim: int) -> dict[Style, list[tuple[int, int]]]:
+    """For each style, which element times sin each element reads, and with which sign."""
+    half = rope_dim // 2
+    return {
+        "half": [(i + half, -1) if i < half else (i - half, 1) for i in range(rope_dim)],
+        "interleave": [(i + 1, -1) if i % 2 == 0 else (i - 1, 1) for i in range(rope_dim)],
+    }
+
+
+def _signed(place: int, sign: int) -> str:
+    return f"{'+' if sign > 0 else '-'}x[{place}]"

@@ -46,7 +46,7 @@ class Product(Term):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Call(Term):
-    """`name(*args)`: a reduction, an activation, a recognised kind such as "rms_norm", or any op without a rule here."""
+    """`name(*args)`: a reduction, an activation, a recognised kind such as "rms_norm", or any op without a rule."""
 
     name: str
     args: tuple[Hashable, ...]
@@ -88,7 +88,7 @@ class TermPool:
 
     @staticmethod
     def factors(term: Term) -> tuple[dict[Term, float], float]:
-        """The factors of a term with their exponents, and its coefficient; a term that is no product is its one factor."""
+        """The factors of a term with their exponents, and its coefficient; what is no product is its own factor."""
         return (dict(term.factors), term.coefficient) if isinstance(term, Product) else ({term: 1.0}, 1.0)
 
     def mul(self, a: Term, b: Term) -> Term:

@@ -52,11 +52,11 @@ class Backend:
         reason = _why_not(example_inputs)
         if reason is not None:
             self._keep(Report(remark=reason))
-            return _compile(module, example_inputs, lambda graph, _: make_boxed_func(graph.forward))
+            return _compile(module, example_inputs, lambda graph, _: _boxed(graph))
         parameters = _parameter_positions(module.graph)
 
         def inference(graph: fx.GraphModule, _: Sequence[Any]) -> Compiled:
-            return make_boxed_func(self._optimised(graph, parameters, target).forward)
+            return _boxed(self._optimised(graph, parameters, target))
 
         return _compile(prepare(module), example_inputs, inference)
 
@@ -127,6 +127,12 @@ def _compile(
     )
     compiled: Compiled = through_aot(module, example_inputs)
     return compiled
+
+
+def _boxed(module: fx.GraphModule) -> Compiled:
+    """A graph as AOTAutograd calls it: with a list that it may empty, so that inputs die as soon as they are used."""
+    boxed: Compiled = make_boxed_func(module.forward)
+    return boxed
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:

@@ -17,8 +17,9 @@ def explain(model: Callable[..., Any], *args: Any, options: Options | None = Non
 
     Args:
         model: a module or function, as it would be given to torch.compile.
-        args, kwargs: one call of it.
+        *args: one call of it.
         options: settings of the backend.
+        **kwargs: its keyword arguments.
 
     Raises:
         RuntimeError: Dynamo found nothing to compile in the call.
@@ -28,5 +29,5 @@ def explain(model: Callable[..., Any], *args: Any, options: Options | None = Non
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
         torch.compile(model, backend=backend)(*args, **kwargs)
     if not backend.reports:
-        raise RuntimeError("npu_fuse.explain: the call compiled no graph; does torch.compile skip or disable the model?")
+        raise RuntimeError("npu_fuse.explain: the call compiled no graph; does torch.compile skip the model?")
     return backend.report

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+
 def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """The weights stacked along their first axis, without a copy once they are packed.
 
@@ -32,8 +33,8 @@ def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
         packed = torch.cat([weight.detach() for weight in weights])
     if not _movable(weights):
         warnings.warn(
-            f"npu_fuse: weights of shapes {[tuple(w.shape) for w in weights]} can't be moved into one storage, as they are "
-            "no parameters or something else uses their storage; they are copied on each call. "
+            f"npu_fuse: weights of shapes {[tuple(w.shape) for w in weights]} can't be moved into one storage, as they "
+            "are no parameters or something else uses their storage; they are copied on each call. "
             "Options(pack_weights=False) leaves such projections apart.",
             stacklevel=2,
         )

@@ -57,7 +57,7 @@ def lower(match: Match, edit: Edit) -> OpContract:
         arguments["k_weight"] = _weight(match, "k_weight", norm, edit)
         note_statistics(norm, edit)
     if p.rope.dtype.itemsize < 4:
-        edit.note(f"{contract.name} computes in float32 and rounds once, to {p.rope.dtype}; the model rounds at each step")
+        edit.note(f"{contract.name} computes in float32 and rounds once, at its end; the model rounds at each step")
     fused = edit.op(contract, **arguments)
     q, k, v = (edit.item(fused, index) for index in range(3))
     edit.replace(match.inputs["rotated_q"], _heads(q, p.q.layout, leading, edit))
@@ -162,7 +162,7 @@ def _table_rows(match: Match, p: Qkv, name: str, leading: list[int | fx.Node], e
         if roles != ["tokens"] and roles != wanted:
             if roles != sorted(roles, key=str):
                 raise Refused(f"the axes of {name} are ordered otherwise than those of x")
-            held = {role: size for role, size in zip(roles, _held(base, edit), strict=True)}
+            held = dict(zip(roles, _held(base, edit), strict=True))
             rows = edit.view(rows, [*(held.get(i, 1) for i in wanted), rope.table_dim])
             rows = edit.call(aten.expand.default, rows, [*(leading[i] for i in wanted), rope.table_dim])
         rows = edit.view(edit.contiguous(rows), [-1, rope.table_dim])

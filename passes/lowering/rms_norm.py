@@ -21,9 +21,10 @@ def lower(match: Match, edit: Edit) -> OpContract:
     x = edit.current(match.inputs["x"])
     _check_dtype(p, x)
     order = row_order(x)
-    x = edit.contiguous(edit.permuted(x, order))
+    x = edit.permuted(x, order)
     if p.offset == 1:
         contract = CONTRACTS["npu::npu_gemma_rms_norm"]
+        x = edit.contiguous(x)
         if p.dtype.itemsize < 4 and p.normed_dtype == p.dtype:
             edit.note(f"the model rounds the normed x to {p.dtype} before the weight; {contract.name} does not")
     elif p.offset == 0:
@@ -69,12 +70,9 @@ def _check_dtype(p: RmsNorm, x: fx.Node) -> None:
 
 def note_statistics(p: RmsNorm, edit: Edit) -> None:
     """Notes where the model takes its statistics more coarsely than an op, which takes them in float32."""
-    if p.statistics_dtype.itemsize < 4 or p.scale_dtype.itemsize < 4:
-        edit.note(f"the model takes its statistics in {min(p.statistics_dtype, p.scale_dtype, key=_width)}, the op in float32")
-
-
-def _width(dtype: torch.dtype) -> int:
-    return dtype.itemsize
+    coarsest = min(p.statistics_dtype, p.scale_dtype, key=lambda dtype: dtype.itemsize)
+    if coarsest.itemsize < 4:
+        edit.note(f"the model takes its statistics in {coarsest}, the op in float32")
 
 
 def gamma(match: Match, x: fx.Node, edit: Edit) -> fx.Node:
