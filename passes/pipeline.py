@@ -49,8 +49,9 @@ def optimise(module: fx.GraphModule, parameters: Collection[fx.Node], options: O
         rewriter = Rewriter(module, target, parameters, pack_weights=options.pack_weights)
         report.sites = fuse(rewriter, findings, options)
     with _timed(report, "cleanup"):
-        restore(module.graph)
-        cleanup(module)
+        leave(module)
+        if any(site.status == "lowered" for site in report.sites):
+            cleanup(module)
     ops = {contract.op: name for name, contract in CONTRACTS.items()}
     report.ops = Counter(ops[node.target] for node in module.graph.nodes if node.target in ops)
     report.launches_after = count_launches(module.graph)

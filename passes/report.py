@@ -41,7 +41,7 @@ class Site:
     roundings: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Report:
     """All sites of one compilation, or of several merged.
 
@@ -110,11 +110,16 @@ class Report:
         """One line: what became what, and what is left."""
         if self.remark:
             return f"nothing fused: {self.remark}"
+        if self.failure:
+            return f"nothing fused, by an internal failure: {self.failure.strip().splitlines()[-1]}"
         refused = sum(site.status == "refused" for site in self.sites)
         missed = sum(site.status == "missed" for site in self.sites)
         ops = ", ".join(f"{count} {name}" for name, count in self.ops.most_common()) or "no fused ops"
         launches = f"{self.launches_before} launches became {self.launches_after}"
         return f"{ops}; {launches}; {refused} sites refused, {missed} near misses; {self.seconds * 1e3:.0f} ms"
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.graphs} graph{'s' * (self.graphs != 1)}: {self.summary()}>"
 
     def __str__(self) -> str:
         text = io.StringIO()

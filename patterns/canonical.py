@@ -29,7 +29,23 @@ class Canonicaliser:
     def visit(self, node: fx.Node) -> Term:
         """Computes and keeps the term of a node whose inputs have been visited."""
         term = self.terms[node] = self._term(node)
+        self._forget_written(node)
         return term
+
+    def _forget_written(self, node: fx.Node) -> None:
+        """After a write into a tensor, whatever shares its storage is another value than before."""
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return
+        given = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
+        written = {
+            _storage(given[argument.name])
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
+        }
+        for other in self.terms:
+            if _storage(other) in written - {None}:
+                self.terms[other] = self.pool.call("written", self.pool.leaf(node), self.pool.leaf(other))
 
     def of(self, value: object) -> Term:
         """The term of an argument: a visited node or a number."""
@@ -51,6 +67,12 @@ class Canonicaliser:
             return self.pool.leaf(node)
         arguments = _hashable((node.args, node.kwargs), self.terms)
         return self.pool.call(str(node.target), arguments)
+
+
+def _storage(value: object) -> int | None:
+    """What identifies the storage of a node's fake tensor."""
+    tensor = values.tensor(value)
+    return None if tensor is None else tensor.untyped_storage()._cdata
 
 
 def is_functional(node: fx.Node) -> bool:

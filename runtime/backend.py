@@ -47,18 +47,23 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Compiles one graph of Dynamo's."""
-        target = self.options.target if self.options.target is not None else Target.detect()
-        register(target)
         reason = _why_not(example_inputs)
         if reason is not None:
             self._keep(Report(remark=reason))
             return _compile(module, example_inputs, lambda graph, _: _boxed(graph))
-        parameters = _parameter_positions(module.graph)
+        try:
+            target = self.options.target if self.options.target is not None else Target.detect()
+            register(target)
+            prepared = prepare(module)
+            parameters = _parameter_positions(module.graph)
+        except Exception as error:
+            self._fail(error)
+            return _compile(module, example_inputs, lambda graph, _: _boxed(graph))
 
         def inference(graph: fx.GraphModule, _: Sequence[Any]) -> Compiled:
             return _boxed(self._optimised(graph, parameters, target))
 
-        return _compile(prepare(module), example_inputs, inference)
+        return _compile(prepared, example_inputs, inference)
 
     def _optimised(self, module: fx.GraphModule, positions: Collection[int], target: Target) -> fx.GraphModule:
         """The graph with its fusions; on an internal failure, as the model had it."""
@@ -66,14 +71,19 @@ class Backend:
         try:
             report = optimise(work, _placeholders(work.graph, positions), self.options, target)
         except Exception as error:
-            if self.options.strict:
-                raise
-            warnings.warn(f"npu_fuse: the graph runs unfused, by an internal failure: {error!r}", stacklevel=2)
-            self._keep(Report(failure=traceback.format_exc()))
+            self._fail(error)
             leave(module)
             return module
         self._keep(report)
         return work
+
+    def _fail(self, error: Exception) -> None:
+        """An internal failure: raised under `strict`, else one warning, and a report with its traceback."""
+        if self.options.strict:
+            raise error
+        message = f"npu_fuse: the graph runs unfused, by an internal failure: {type(error).__name__}: {error}"
+        warnings.warn(message, stacklevel=3)
+        self._keep(Report(failure="".join(traceback.format_exception(error))))
 
     def _keep(self, report: Report) -> None:
         self.reports.append(report)
