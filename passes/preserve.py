@@ -54,7 +54,7 @@ def preserve(module: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, {}))
     copy = fx.GraphModule(module, graph)
     copy.meta.update(module.meta)
-    if any(_enters_autocast(node) for node in graph.nodes):
+    if torch._C._is_any_autocast_enabled() or any(_enters_autocast(node) for node in graph.nodes):
         return copy
     for node in graph.nodes:
         name = _CALLED_AS.get(node.target) if node.op == "call_function" else None
