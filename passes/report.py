@@ -103,7 +103,18 @@ class Report:
 
     def to_json(self) -> str:
         """The report as JSON; `"version"` is that of its form."""
-        content = {"version": 1, **asdict(self), "seconds": self.seconds}
+        content = {
+            "version": 1,
+            "graphs": self.graphs,
+            "ops": self.ops,
+            "launches_before": self.launches_before,
+            "launches_after": self.launches_after,
+            "seconds": self.seconds,
+            "seconds_by_pass": self.seconds_by_pass,
+            "remark": self.remark,
+            "failure": self.failure,
+            "sites": [asdict(site) for site in self.sites],
+        }
         return json.dumps(content, default=lambda value: str(value).removeprefix("torch."), indent=2)
 
     def summary(self) -> str:

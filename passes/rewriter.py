@@ -288,7 +288,7 @@ class Edit:
             if not is_pure(node):
                 raise Refused(f"{node.target}, which has side effects, uses its result before that could be computed")
             movers.add(node)
-            pending.extend(user for user in node.users if user < new)
+            pending.extend(user for user in node.users if user < new or user in own)
         last = new
         for node in sorted(movers):
             last.append(node)

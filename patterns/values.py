@@ -114,10 +114,9 @@ def module_path(node: fx.Node) -> str | None:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return None
-    paths: list[str] = [path for path, _ in stack.values()]
-    path = paths[-1].removeprefix(paths[0]) if len(paths) > 1 else paths[-1]
-    path = path.replace("._modules", "").removeprefix("L['self']")
-    return _INDEX.sub(r".\1", path).strip(".") or None
+    path: str = list(stack.values())[-1][0]
+    return _INDEX.sub(r".\1", _ROOT.sub("", path).replace("._modules", "")).strip(".") or None
 
 
+_ROOT = re.compile(r"""^[LG]\['[^']+'\](\[\d+\])?""")  # how Dynamo names the compiled module
 _INDEX = re.compile(r"""\[['"]?([^'"\]]+)['"]?\]""")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -27,6 +28,8 @@ def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     Returns:
         A contiguous tensor [sum(n_i), …].
     """
+    if any(isinstance(weight, FakeTensor) for weight in weights):
+        return torch.cat(list(weights))  # shapes without storage: a program that is run to see what it would do
     if _adjacent(weights):
         return _joined(weights)
     with torch.inference_mode(False):  # parameters outlive the inference mode they are packed in
