@@ -44,7 +44,7 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
         return None
     if any(values.dtype(x) != values.dtype(add) for x in (x1, x2)):
         message = "the operands of the add are {} and {}; the add and norm op takes them of one type"
-        return Miss(KIND, node, message, (values.dtype(x1), values.dtype(x2)))
+        return Miss(KIND, node, message, (values.dtype(x1), values.dtype(x2)), place=add)
     assert isinstance(norm.params, RmsNorm)
     inputs = {**norm.inputs, "x1": x1, "x2": x2, "sum": add}
     return Match(KIND, node, inputs, AddRmsNorm(norm.params), norm.claimed, (norm,))

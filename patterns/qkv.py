@@ -158,7 +158,7 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
             return _fused(node, partner, strand)
         if (pair := _projections(partner, strand)) is not None:
             return _separate(node, partner, strand, *pair, c)
-    if linear(strand.base) is None:
+    if strand.base.op != "placeholder" and linear(strand.base) is None:
         message = "the rotated tensor comes from {}, not from a projection (and at most an RMSNorm after it)"
         return Miss(KIND, node, message, (strand.base.target,), matched=1)
     return None

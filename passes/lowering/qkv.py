@@ -132,15 +132,18 @@ def _tokens(roles: tuple[Role, ...]) -> list[Role]:
 
 def _heads(flat: fx.Node, layout: HeadLayout, leading: list[int | fx.Node], edit: Edit) -> fx.Node:
     """Rows [tokens, heads * head_dim] in the layout that the model has them in."""
-    axes: list[Role] = sorted(_tokens(layout.roles), key=str)
-    has_heads = "head" in layout.roles
-    sizes = [-1 if role == "tokens" else leading[int(role)] for role in axes]
-    node = edit.view(flat, [*sizes, *([layout.num_heads] if has_heads else []), layout.head_dim])
-    axes += (["head"] if has_heads else []) + ["dim"]  # type: ignore[arg-type]  # literals of Role
-    order = [axes.index(role) for role in layout.roles if role != "unit"]
-    if order != sorted(order):
-        node = edit.call(aten.permute.default, node, order)
-    for axis, role in enumerate(layout.roles):
+    # An axis of size one is taken for the next such axis of the projection, so that its stride is the usual one too.
+    units = iter([i for i, size in enumerate(leading) if size == 1])
+    roles: list[Role] = [next(units, "unit") if role == "unit" else role for role in layout.roles]
+    axes: list[Role] = sorted(_tokens(tuple(roles)), key=str)
+    sizes: list[int | fx.Node] = [-1 if role == "tokens" else leading[int(role)] for role in axes]
+    if "head" in roles:
+        axes.append("head")
+        sizes.append(layout.num_heads)
+    node = edit.view(flat, [*sizes, layout.head_dim])
+    axes.append("dim")
+    node = edit.permuted(node, [axes.index(role) for role in roles if role != "unit"])
+    for axis, role in enumerate(roles):
         if role == "unit":
             node = edit.call(aten.unsqueeze.default, node, axis)
     return node

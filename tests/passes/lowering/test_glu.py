@@ -1,0 +1,140 @@
+"""Gated units become one op; separate gate and up become one matmul."""
+
+import pytest
+import torch
+from helpers import compiled
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  # its usual name
+
+
+class Separate(nn.Module):
+    def __init__(self, bias: tuple[bool, bool] = (False, False), activation=F.silu, dtype=torch.float32) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 24, bias=bias[0], dtype=dtype)
+        self.up = nn.Linear(16, 24, bias=bias[1], dtype=dtype)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.gate(x)) * self.up(x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_separate_projections_are_packed(bias: bool, dtype: torch.dtype) -> None:
+    model, x = Separate((bias, bias), dtype=dtype), torch.randn(2, 5, 16, dtype=dtype)
+    with torch.no_grad():
+        wanted = model(x)
+    found = compiled(model, x)
+    assert found.report.ops == {"npu::npu_swiglu": 1}
+    assert found.report.launches_after == 2
+    torch.testing.assert_close(found.output, wanted)
+    assert model.gate.weight.untyped_storage().data_ptr() == model.up.weight.untyped_storage().data_ptr()
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+        torch.testing.assert_close(found.function(x), model(x))
+
+
+def test_silu_may_be_spelled_out_and_stand_on_the_right() -> None:
+    class Model(Separate):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate = self.gate(x)
+            return self.up(x) * (gate * torch.sigmoid(gate))
+
+    model, x = Model(), torch.randn(3, 16)
+    with torch.no_grad():
+        wanted = model(x)
+    found = compiled(model, x)
+    assert found.report.ops == {"npu::npu_swiglu": 1}
+    torch.testing.assert_close(found.output, wanted)
+
+
+def split(y):
+    return y.split(24, -1)
+
+
+def chunk(y):
+    return y.chunk(2, -1)
+
+
+def sliced(y):
+    return y[..., :24], y[..., 24:]
+
+
+@pytest.mark.parametrize("halves", [split, chunk, sliced])
+def test_halves_of_one_projection(halves) -> None:
+    projection = nn.Linear(16, 48)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        gate, up = halves(projection(x))
+        return F.silu(gate) * up
+
+    x = torch.randn(2, 5, 16)
+    found = compiled(model, x)
+    assert found.report.ops == {"npu::npu_swiglu": 1}
+    assert found.report.launches_after == 2
+    with torch.no_grad():
+        torch.testing.assert_close(found.output, model(x))
+
+
+def swapped(y):
+    up, gate = y.chunk(2, -1)
+    return gate, up
+
+
+def strided(y):
+    return y[..., ::2], y[..., 1::2]
+
+
+def thirds(y):
+    return y[..., :16], y[..., 16:32]
+
+
+@pytest.mark.parametrize(
+    ("halves", "reason"),
+    [(swapped, "up is the first half"), (strided, "neither halves of one tensor"), (thirds, "neither halves")],
+)
+def test_other_cuts_are_refused(halves, reason: str) -> None:
+    projection = nn.Linear(16, 48)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        gate, up = halves(projection(x))
+        return F.silu(gate) * up
+
+    x = torch.randn(3, 16)
+    found = compiled(model, x)
+    assert not found.report.ops
+    assert reason in found.report.sites[0].reason
+    with torch.no_grad():
+        assert torch.equal(found.output, model(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Separate(activation=F.gelu), "its activation is gelu; npu_swiglu computes silu"),
+        (Separate(activation=lambda x: F.gelu(x, approximate="tanh")), "its activation is gelu_tanh"),
+        (Separate(activation=torch.sigmoid), "its activation is sigmoid"),
+        (Separate((True, False)), "some of its projections have a bias"),
+    ],
+)
+def test_what_the_op_does_not_do_is_refused(model: nn.Module, reason: str) -> None:
+    x = torch.randn(3, 16)
+    found = compiled(model, x)
+    assert not found.report.ops
+    assert reason in found.report.sites[0].reason
+    with torch.no_grad():
+        assert torch.equal(found.output, model(x))
+
+
+def test_weights_that_are_passed_in_are_not_packed() -> None:
+    def model(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+    found = compiled(model, torch.randn(3, 16), torch.randn(24, 16), torch.randn(24, 16))
+    assert not found.report.ops
+    assert "not a parameter of the model" in found.report.sites[0].reason
+
+
+def test_packing_can_be_turned_off() -> None:
+    found = compiled(Separate(), torch.randn(3, 16), pack_weights=False)
+    assert "pack_weights is off" in found.report.sites[0].reason

@@ -1,0 +1,180 @@
+"""Norms become one op each, with eager's numbers, or are refused with the reason."""
+
+import pytest
+import torch
+from helpers import compiled
+from torch import nn
+
+Tensor = torch.Tensor
+
+
+def normed(x: Tensor, eps: float = 1e-6) -> Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def llama(x: Tensor, w: Tensor) -> Tensor:
+    return w * normed(x).to(x.dtype)
+
+
+def olmo(x: Tensor, w: Tensor) -> Tensor:
+    return (w * normed(x)).to(x.dtype)
+
+
+def gemma(x: Tensor, w: Tensor) -> Tensor:
+    return (normed(x) * (1.0 + w.float())).to(x.dtype)
+
+
+def bare(x: Tensor, w: Tensor) -> Tensor:
+    return normed(x).to(x.dtype)
+
+
+OPS = {llama: "npu::npu_rms_norm", olmo: "npu::npu_rms_norm", gemma: "npu::npu_gemma_rms_norm", bare: "npu::npu_rms_norm"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spelling", OPS)
+def test_a_lone_norm_is_one_launch(spelling, dtype) -> None:
+    x, w = torch.randn(2, 5, 64, dtype=dtype), torch.randn(64, dtype=dtype)
+    found = compiled(spelling, x, w)
+    assert found.report.ops == {OPS[spelling]: 1}
+    assert found.report.launches_after == 1
+    wanted = spelling(x, w)
+    if spelling in (llama, gemma, bare):
+        assert torch.equal(found.output, wanted)
+    torch.testing.assert_close(found.output, wanted)
+    assert found.output.stride() == wanted.stride()
+
+
+def test_another_rounding_is_noted_and_refused_on_wish() -> None:
+    x, w = torch.randn(2, 64, dtype=torch.bfloat16), torch.randn(64, dtype=torch.bfloat16)
+    (site,) = compiled(olmo, x, w).report.sites
+    assert "rounds the normed x to torch.bfloat16 before the weight; the model does not" in site.roundings[0]
+    exact = compiled(olmo, x, w, exact_rounding=True)
+    assert not exact.report.ops
+    assert "exact_rounding is on" in exact.report.sites[0].reason
+    assert torch.equal(exact.output, olmo(x, w))
+    assert compiled(llama, x, w, exact_rounding=True).report.ops == {"npu::npu_rms_norm": 1}
+    assert compiled(olmo, x.float(), w.float(), exact_rounding=True).report.ops == {"npu::npu_rms_norm": 1}
+
+
+def test_a_transposed_x_is_normed_where_it_lies() -> None:
+    x, w = torch.randn(2, 5, 3, 64).transpose(1, 2), torch.randn(64)
+    for spelling in (llama, gemma):
+        found = compiled(spelling, x, w)
+        assert found.report.launches_after == 1
+        torch.testing.assert_close(found.output, spelling(x, w))
+        assert found.output.stride() == spelling(x, w).stride()
+
+
+def test_a_strided_x_is_normed_too() -> None:
+    x, w = torch.randn(4, 192)[:, 64:128], torch.randn(64)
+    for spelling, launches in ((llama, 1), (gemma, 2)):  # the Gemma op wants its rows side by side
+        found = compiled(spelling, x, w)
+        assert found.report.launches_after == launches
+        torch.testing.assert_close(found.output, spelling(x, w))
+
+
+def test_an_offset_without_an_op_is_refused() -> None:
+    def half(x: Tensor, w: Tensor) -> Tensor:
+        return normed(x) * (0.5 + w)
+
+    found = compiled(half, torch.randn(3, 8), torch.randn(8))
+    assert not found.report.ops
+    assert found.report.sites[0].reason == "0.5 is added to the weight; there are ops for 0 and 1"
+
+
+def test_a_wide_result_is_refused() -> None:
+    def wide(x: Tensor, w: Tensor) -> Tensor:
+        return normed(x) * w
+
+    x, w = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(8)
+    found = compiled(wide, x, w)
+    assert not found.report.ops
+    assert "torch.float32 for an x of torch.bfloat16" in found.report.sites[0].reason
+    assert torch.equal(found.output, wide(x, w))
+
+
+class Residual(nn.Module):
+    """Adds and norms; both the sum and the norm are used on."""
+
+    def __init__(self, norm, size: int = 64, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.norm = norm
+        self.weight = nn.Parameter(torch.rand(size, dtype=dtype) + 0.5)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + y
+        return self.norm(total, self.weight), total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_residual_add_and_norm_are_one_launch(dtype) -> None:
+    model = Residual(llama, dtype=dtype)
+    x, y = torch.randn(2, 5, 64, dtype=dtype), torch.randn(2, 5, 64, dtype=dtype)
+    found = compiled(model, x, y)
+    assert found.report.ops == {"npu::npu_add_rms_norm": 1}
+    assert found.report.launches_after == 1
+    assert found.report.count("add_rms_norm") == found.report.count("rms_norm") == 1
+    with torch.no_grad():
+        wanted = model(x, y)
+    torch.testing.assert_close(found.output[0], wanted[0])
+    assert torch.equal(found.output[1], wanted[1])
+
+
+def test_the_gemma_form_has_no_add() -> None:
+    model = Residual(gemma)
+    found = compiled(model, torch.randn(3, 64), torch.randn(3, 64))
+    assert found.report.ops == {"npu::npu_gemma_rms_norm": 1}
+    assert found.report.count("add_rms_norm") == 1
+    add = next(site for site in found.report.sites if site.kind == "add_rms_norm")
+    assert add.reason == "1 is added to the weight, which npu::npu_add_rms_norm does not do"
+
+
+def test_a_broadcast_add_is_no_residual() -> None:
+    found = compiled(Residual(llama), torch.randn(3, 64), torch.randn(64))
+    assert found.report.count("add_rms_norm") == 0
+    assert found.report.ops == {"npu::npu_rms_norm": 1}
+
+
+def test_an_add_of_two_types_is_reported() -> None:
+    x, y = torch.randn(3, 64), torch.randn(3, 64, dtype=torch.bfloat16)
+    report = compiled(Residual(llama), x, y).report
+    assert report.ops == {"npu::npu_rms_norm": 1}
+    (missed,) = [site for site in report.sites if site.status == "missed"]
+    assert "torch.float32 and torch.bfloat16" in missed.reason
+
+
+def test_two_norms_of_one_sum_share_it() -> None:
+    w = torch.rand(64) + 0.5
+
+    def model(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + y
+        return llama(total, w), llama(total, 2 * w)
+
+    x, y = torch.randn(3, 64), torch.randn(3, 64)
+    found = compiled(model, x, y)
+    assert found.report.ops == {"npu::npu_add_rms_norm": 1, "npu::npu_rms_norm": 1}
+    for value, wanted in zip(found.output, model(x, y), strict=True):
+        torch.testing.assert_close(value, wanted)
+
+
+def test_an_inner_value_that_is_used_elsewhere_stays() -> None:
+    def model(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = normed(x)
+        return w * scaled, scaled.exp()
+
+    x, w = torch.randn(3, 8), torch.randn(8)
+    found = compiled(model, x, w)
+    for value, wanted in zip(found.output, model(x, w), strict=True):
+        torch.testing.assert_close(value, wanted)
+
+
+def test_a_soc_without_the_op_keeps_the_model() -> None:
+    from npu_fuse import Target
+
+    x, w = torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(64, dtype=torch.bfloat16)
+    found = compiled(llama, x, w, target=Target("ascend310p"))
+    assert not found.report.ops
+    assert "bfloat16" in found.report.sites[0].reason
+    assert torch.equal(found.output, llama(x, w))
