@@ -1,4 +1,4 @@
-"""Real model code of transformers, tiny and random: what fuses, how many launches a layer keeps, and the same tokens."""
+"""Real model code of transformers, tiny and random: what fuses, how many launches a layer keeps, the same tokens."""
 
 from collections import Counter
 
@@ -52,12 +52,14 @@ def prompt(batch: int = 2, tokens: int = 16) -> torch.Tensor:
     return torch.randint(3, 120, (batch, tokens), generator=torch.Generator().manual_seed(1))
 
 
-def compile_prefill(model: torch.nn.Module, ids: torch.Tensor, **settings: object) -> tuple[torch.Tensor, npu_fuse.Report]:
+def compile_prefill(
+    model: torch.nn.Module, ids: torch.Tensor, dynamic: bool | None = None
+) -> tuple[torch.Tensor, npu_fuse.Report]:
     torch._dynamo.reset()
     backend = npu_fuse.Backend(strict=True)
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     with torch.no_grad():
-        logits = torch.compile(model, backend=backend, fullgraph=True, **settings)(input_ids=ids, use_cache=False).logits
-    return logits, backend.report
+        return compiled(input_ids=ids, use_cache=False).logits, backend.report
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from helpers import compiled
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import npu_fuse
+from helpers import compiled
 
 
 def form(graph: fx.Graph) -> list[tuple[str, str, str]]:

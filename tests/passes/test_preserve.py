@@ -1,8 +1,9 @@
 """Ops that AOTAutograd would take apart stay whole, and come back as the model called them."""
 
 import torch
-from helpers import compiled
 from torch import nn
+
+from helpers import compiled
 
 
 class Attention(nn.Module):

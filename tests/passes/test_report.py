@@ -3,9 +3,9 @@
 import json
 
 import torch
-from helpers import compiled
 from torch import nn
 
+from helpers import compiled
 from npu_fuse import Report, Site
 from npu_fuse.passes.launches import count_launches
 

@@ -8,6 +8,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+
 from npu_fuse.runtime import target as module
 from npu_fuse.runtime.target import SOCS, Target, probe_packages, soc_of_device
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from helpers import compiled
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # its usual name
+
+from helpers import compiled
 
 
 class Separate(nn.Module):

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from helpers import compiled
 from torch import nn
+
+from helpers import compiled
 
 Tensor = torch.Tensor
 OP = "sgl_kernel_npu::split_qkv_rmsnorm_rope"

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from helpers import compiled
 from torch import nn
+
+from helpers import compiled
 
 Tensor = torch.Tensor
 
@@ -29,7 +30,8 @@ def bare(x: Tensor, w: Tensor) -> Tensor:
     return normed(x).to(x.dtype)
 
 
-OPS = {llama: "npu::npu_rms_norm", olmo: "npu::npu_rms_norm", gemma: "npu::npu_gemma_rms_norm", bare: "npu::npu_rms_norm"}
+NORM, GEMMA = "npu::npu_rms_norm", "npu::npu_gemma_rms_norm"
+OPS = {llama: NORM, olmo: NORM, gemma: GEMMA, bare: NORM}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

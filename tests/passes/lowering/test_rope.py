@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from helpers import compiled
 
 Tensor = torch.Tensor

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from npu_fuse.runtime.ops.register import register
-from npu_fuse.runtime.target import Target
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from npu_fuse.runtime.ops.register import register
+from npu_fuse.runtime.target import Target
 
 # The symbols there are, and the sizes they stand for in the example.
 _EXAMPLES = {"B": 3, "S": 7, "T": 11}

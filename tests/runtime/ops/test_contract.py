@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+
 from npu_fuse.runtime.ops import CONTRACTS
 from npu_fuse.runtime.ops.rotary import NPU_ROTARY_MUL
 from npu_fuse.runtime.target import SOCS, Target

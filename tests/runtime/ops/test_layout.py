@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from npu_fuse.runtime.ops.layout import row_major
 
 

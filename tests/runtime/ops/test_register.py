@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from npu_fuse.runtime.ops import CONTRACTS, OpContract
 from npu_fuse.runtime.ops.register import register
 from npu_fuse.runtime.target import Target

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from npu_fuse.runtime.ops.rotary import NPU_ROTARY_MUL, rotate_half, rotate_interleaved
 from npu_fuse.runtime.target import Target
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from npu_fuse.runtime.sizes import is_contiguous, known_equal, known_same_shape, known_true, static_int
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from npu_fuse.runtime.ops import sgl_kernel
 from npu_fuse.runtime.ops.split_qkv import SPLIT_QKV_RMSNORM_ROPE as CONTRACT
 from npu_fuse.runtime.target import Target

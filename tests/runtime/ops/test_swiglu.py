@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from npu_fuse.runtime.ops.swiglu import NPU_SWIGLU
 from npu_fuse.runtime.target import Target
 
