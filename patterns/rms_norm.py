@@ -7,7 +7,8 @@ order of the multiplications and the casts between them, is read off the nodes a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from . import values
 from .canonical import Canonicaliser
 from .cone import Cone, walk
 from .match import Findings, Match, Miss
+from .movement import is_movement, source
 from .term import Call, Leaf, Product, Sum, Term, TermPool
 
 KIND = "rms_norm"
@@ -49,9 +51,9 @@ class RmsNorm:
         offset_dtype: type of that sum.
         statistics_dtype: type in which the squares are averaged.
         scale_dtype: type to which the inverse root is rounded before it scales.
-        scaled_dtype: type in which x is multiplied by the scale.
+        scaled_dtype: type of the product with x and the scale in it.
         normed_dtype: type to which the normalised x is rounded before the weight multiplies it.
-        weighted_dtype: type of that product, before the result is cast.
+        weighted_dtype: type of the product of the weight and the first other factor.
         dtype: type of the result.
         order: which product is taken first.
         root: how the inverse root is spelled.
@@ -101,17 +103,17 @@ def reference(x: torch.Tensor, weight: torch.Tensor | None, p: RmsNorm) -> torch
     def scaled(value: torch.Tensor) -> torch.Tensor:
         return value / root if p.root == "x / sqrt" else value * root
 
-    x = x.to(p.scaled_dtype)
     if weight is None:
-        return scaled(x).to(p.dtype)
+        return scaled(x.to(p.scaled_dtype)).to(p.dtype)
     if p.offset:
         weight = p.offset + weight.to(p.offset_dtype)
+    weight = weight.to(p.weighted_dtype)
     if p.order == "normed * weight":
-        product = scaled(x).to(p.normed_dtype) * weight
+        product = scaled(x.to(p.scaled_dtype)).to(p.normed_dtype).to(p.weighted_dtype) * weight
     elif p.order == "(x * weight) * scale":
-        product = scaled(x * weight)
+        product = scaled((x.to(p.weighted_dtype) * weight).to(p.scaled_dtype))
     else:
-        product = x * scaled(weight)
+        product = x.to(p.scaled_dtype) * scaled(weight)
     return product.to(p.dtype)
 
 
@@ -142,10 +144,10 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
 
 def _match_cast(node: fx.Node, findings: Findings) -> Match | None:
     """A norm computed in a wide type and cast back is a norm with a narrow result."""
-    (source,) = node.all_input_nodes
-    inner = findings.at(KIND, source)
-    if inner is None or values.is_widening(values.dtype(source), values.dtype(node)):
-        return None
+    below = source(node)
+    inner = findings.at(KIND, below)
+    if inner is None or not values.is_rounding(node) or values.is_float_cast(below):
+        return None  # no cast, or the second one, whose roundings would add up
     assert isinstance(inner.params, RmsNorm)
     params = replace(inner.params, dtype=values.dtype(node))
     if not params.weight:
@@ -249,56 +251,93 @@ def _read(node: fx.Node, formula: _Formula, c: Canonicaliser) -> Match | Miss | 
         (inputs["weight"],) = weights
     params = _params(node, formula, cone, hidden_size, c)
     if params is None:
-        return miss("its factors are multiplied in an order that is not known")
+        return miss("its roundings, or the order of its products, are not known")
     return Match(KIND, node, inputs, params, cone.nodes)
 
 
-def _params(
-    node: fx.Node, formula: _Formula, cone: Cone, hidden_size: int, c: Canonicaliser
-) -> RmsNorm | None:
-    """The roundings and the order of one spelling, or None where `reference` could not repeat it."""
-    pool = c.pool
-    inverse = pool.power(formula.scale, -0.5)
-    bare = pool.call(BARE, formula.x, formula.eps)
-    mean_node = next((n for n in cone.nodes if n.target in _REDUCTIONS), None)
-    root_node = next((n for n in cone.nodes if _takes_root(n)), None)
-    if mean_node is None or root_node is None:
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """An operand of a product: the node that computes it, and the casts on the way that round it."""
+
+    node: fx.Node
+    roundings: tuple[fx.Node, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return values.dtype((*self.roundings, self.node)[0])
+
+
+def _operand(node: fx.Node) -> _Operand:
+    roundings = []
+    while not _computes(node):
+        below = source(node)
+        if values.is_rounding(node):
+            roundings.append(node)
+        node = below
+    return _Operand(node, tuple(roundings))
+
+
+def _computes(node: fx.Node) -> bool:
+    times_one = node.target is aten.mul.Tensor and node.args[1] == 1  # 1 / x is reciprocal(x) * 1
+    return not (values.is_float_cast(node) or is_movement(node) or times_one)
+
+
+def _params(node: fx.Node, formula: _Formula, cone: Cone, hidden_size: int, c: Canonicaliser) -> RmsNorm | None:
+    """The roundings and the order of one spelling, or None where `reference` could not repeat it.
+
+    Every node that computes something must be one that the reference has, and every rounding one that it repeats.
+    """
+    order, product = _order(formula, cone, c)
+    if order is None or product is None:
         return None
-    root = _root_spelling(root_node, inverse=c.terms[root_node] is inverse, cone=cone)
-    order, product = _order(formula, cone, inverse, bare, c)
-    if root is None or order is None or product is None:
+    scaling, weighting = (product, node) if order == "normed * weight" else (node, product)
+    scale_terms = (c.pool.power(formula.scale, -0.5), c.pool.power(formula.scale, 0.5))
+    scaled_at = product if order == "x * (scale * weight)" else scaling
+    scale = next((_operand(n) for n in scaled_at.all_input_nodes if c.terms[n] in scale_terms), None)
+    root = _root(scale.node) if scale is not None else None
+    if scale is None or root is None or (root == "x / sqrt") != (scaled_at.target is aten.div.Tensor):
         return None
-    scaling = product if order == "normed * weight" else node
-    scales = [n for n in scaling.all_input_nodes if c.terms[n] in (inverse, pool.power(formula.scale, 0.5))]
-    weighting = node if order == "normed * weight" else product
-    normed = next((n for n in weighting.all_input_nodes if c.terms[n] is bare), node)
-    offset = next((n for n in cone.nodes if formula.offset and _is_sum(n, formula, c)), node)
+    statistics = _statistics(scale.node, cone, hidden_size)
+    offsets = [n for n in cone.nodes if _computes(n) and formula.offset and c.terms[n] is _factor(formula, c.pool)]
+    operands = [_operand(n) for n in node.all_input_nodes]
+    normed = next((o for o in operands if o.node is product), None) if node is not product else _Operand(node, ())
+    if statistics is None or normed is None or len(offsets) != bool(formula.offset):
+        return None
+    roundings = (*scale.roundings, *(normed.roundings if order == "normed * weight" else ()))
+    known = {*statistics, *offsets, product, node, *roundings}
+    unknown = any(_computes(n) or values.is_rounding(n) for n in cone.nodes if n not in known)
+    if unknown or len(scale.roundings) > 1 or len(normed.roundings) > 1:
+        return None
     return RmsNorm(
         eps=formula.eps,
         hidden_size=hidden_size,
         weight=formula.weight is not None,
         offset=formula.offset,
-        offset_dtype=values.dtype(offset),
-        statistics_dtype=values.dtype(mean_node.all_input_nodes[0]),
-        scale_dtype=values.dtype(scales[0]) if scales else values.dtype(root_node),
+        offset_dtype=values.dtype(offsets[0] if offsets else node),
+        statistics_dtype=values.dtype(scale.node),
+        scale_dtype=scale.dtype,
         scaled_dtype=values.dtype(scaling),
-        normed_dtype=values.dtype(normed),
+        normed_dtype=normed.dtype,
         weighted_dtype=values.dtype(weighting),
         dtype=values.dtype(node),
         order=order,
         root=root,
-        mean=mean_node.target is aten.mean.dim,
+        mean=any(n.target is aten.mean.dim for n in statistics),
     )
 
 
-def _order(
-    formula: _Formula, cone: Cone, inverse: Term, bare: Term, c: Canonicaliser
-) -> tuple[Order | None, fx.Node | None]:
+def _factor(formula: _Formula, pool: TermPool) -> Term:
+    assert formula.weight is not None
+    return pool.add(formula.weight, pool.number(formula.offset))
+
+
+def _order(formula: _Formula, cone: Cone, c: Canonicaliser) -> tuple[Order | None, fx.Node | None]:
     """Which two factors are multiplied first, and the node that does it."""
     pool = c.pool
+    inverse, bare = pool.power(formula.scale, -0.5), pool.call(BARE, formula.x, formula.eps)
     orders: dict[Term, Order] = {bare: "normed * weight", pool.mul(formula.x, inverse): "normed * weight"}
     if formula.weight is not None:
-        weight = pool.add(formula.weight, pool.number(formula.offset)) if formula.offset else formula.weight
+        weight = _factor(formula, pool)
         orders[pool.mul(formula.x, weight)] = "(x * weight) * scale"
         orders[pool.mul(weight, inverse)] = "x * (scale * weight)"
     for n in cone.nodes:
@@ -307,28 +346,47 @@ def _order(
     return None, None
 
 
-def _is_sum(node: fx.Node, formula: _Formula, c: Canonicaliser) -> bool:
-    assert formula.weight is not None
-    return node.target in _SUMS and c.terms[node] is c.pool.add(formula.weight, c.pool.number(formula.offset))
+def _root(node: fx.Node) -> Root | None:
+    """How the scale is spelled, by the node that computes it."""
+    if node.target is aten.reciprocal.default:
+        below = _operand(source(node))
+        return "1 / sqrt" if not below.roundings and _root(below.node) == "x / sqrt" else None
+    exponent = node.args[1] if node.target is aten.pow.Tensor_Scalar else None
+    if node.target is aten.sqrt.default or exponent == 0.5:
+        return "x / sqrt"
+    return "rsqrt" if node.target is aten.rsqrt.default else "pow" if exponent == -0.5 else None
 
 
-def _takes_root(node: fx.Node) -> bool:
+def _statistics(root: fx.Node, cone: Cone, hidden_size: int) -> tuple[fx.Node, ...] | None:
+    """The nodes that compute the scale, from the square up to `root`; None where they are not those of `reference`."""
+    below = walk(root, lambda n: n not in cone.nodes)
+    assert below is not None  # it is a part of the cone
+    computing = tuple(n for n in below.nodes if _computes(n))
+    steps = Counter(_step(n) for n in computing)
+    divided = all(n.args[1] == hidden_size for n in computing if _step(n) == "division")
+    known = steps["square"] == steps["mean"] + steps["sum"] == 1 and steps["sum"] == steps["division"] and divided
+    one_dtype = len({values.dtype(n) for n in computing}) == 1
+    return computing if known and one_dtype and steps["eps"] <= 1 and not steps["other"] else None
+
+
+def _step(node: fx.Node) -> str:
     if node.target is aten.pow.Tensor_Scalar:
-        return node.args[1] in (0.5, -0.5)
-    return node.target in (aten.rsqrt.default, aten.sqrt.default)
+        return "square" if node.args[1] == 2 else "root"
+    return _STEPS.get(node.target, "other")
 
 
-def _root_spelling(node: fx.Node, *, inverse: bool, cone: Cone) -> Root | None:
-    if node.target is aten.rsqrt.default:
-        return "rsqrt"
-    if inverse:
-        return "pow"
-    users = [u for u in node.users if u in cone.nodes]
-    if all(u.target is aten.reciprocal.default for u in users):
-        return "1 / sqrt"
-    return "x / sqrt" if all(u.target is aten.div.Tensor for u in users) else None
-
-
+_STEPS: Mapping[object, str] = {
+    aten.mul.Tensor: "square",
+    aten.square.default: "square",
+    aten.mean.dim: "mean",
+    aten.sum.dim_IntList: "sum",
+    aten.div.Tensor: "division",
+    aten.div.Scalar: "division",
+    aten.add.Tensor: "eps",
+    aten.add.Scalar: "eps",
+    aten.sub.Tensor: "eps",
+    aten.sqrt.default: "root",
+    aten.rsqrt.default: "root",
+    aten.reciprocal.default: "root",
+}
 _PRODUCTS = frozenset({aten.mul.Tensor, aten.div.Tensor})
-_SUMS = frozenset({aten.add.Tensor, aten.add.Scalar})
-_REDUCTIONS = frozenset({aten.mean.dim, aten.sum.dim_IntList})

@@ -87,13 +87,15 @@ def is_float_cast(node: fx.Node) -> bool:
     )
 
 
+def is_rounding(node: fx.Node) -> bool:
+    """True for a float cast that loses digits or range."""
+    return is_float_cast(node) and not is_widening(dtype(node.all_input_nodes[0]), dtype(node))
+
+
 def strip_widening(node: fx.Node) -> fx.Node:
     """The node below all casts that round nothing: the same numbers, in their narrowest type."""
-    while is_float_cast(node):
-        (source,) = node.all_input_nodes
-        if not is_widening(dtype(source), dtype(node)):
-            break
-        node = source
+    while is_float_cast(node) and not is_rounding(node):
+        (node,) = node.all_input_nodes
     return node
 
 

@@ -10,6 +10,9 @@ import torch
 from torch import fx
 
 from npu_fuse import Backend, Report
+from npu_fuse.passes.preserve import restore
+from npu_fuse.patterns import recognise
+from npu_fuse.patterns.match import Findings, Match
 from npu_fuse.runtime.target import Target
 
 
@@ -23,6 +26,7 @@ class Compiled:
         before: AOTAutograd's graph as recognition sees it, preserved ops opaque.
         after: the graph that ran.
         function: the compiled function, for further calls.
+        inputs: what the graph was called with, the model's tensors and symbolic sizes among them.
     """
 
     output: Any
@@ -30,10 +34,38 @@ class Compiled:
     before: fx.GraphModule
     after: fx.GraphModule
     function: Callable[..., Any]
+    inputs: tuple[Any, ...]
 
     def targets(self) -> list[str]:
         """The ops that ran, in order."""
         return [str(node.target) for node in self.after.graph.nodes if node.op == "call_function"]
+
+    def findings(self) -> Findings:
+        """What the patterns recognise in `before`."""
+        return recognise(self.before.graph)
+
+    def values(self) -> dict[fx.Node, Any]:
+        """What each node of `before` is when the graph runs eagerly, op by op, as the model had it."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        graph.output(graph.graph_copy(self.before.graph, copies))
+        restore(graph)
+        interpreter = _Recorder(fx.GraphModule(self.before, graph))
+        with torch.no_grad():
+            interpreter.run(*self.inputs)
+        return {node: interpreter.values[copy] for node, copy in copies.items()}
+
+
+class _Recorder(fx.Interpreter):
+    """Keeps the value of every node."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.values: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.values[n] = super().run_node(n)
+        return self.values[n]
 
 
 class _RecordingBackend(Backend):
@@ -42,10 +74,18 @@ class _RecordingBackend(Backend):
     def __init__(self, **settings: Any) -> None:
         super().__init__(strict=True, **settings)
         self.graphs: list[tuple[fx.GraphModule, fx.GraphModule]] = []
+        self.inputs: list[tuple[Any, ...]] = []
 
     def _optimised(self, module: fx.GraphModule, positions: Collection[int], target: Target) -> fx.GraphModule:
         optimised = super()._optimised(module, positions, target)
         self.graphs.append((module, optimised))
+        forward = optimised.forward
+
+        def recording(*inputs: Any) -> Any:
+            self.inputs.append(inputs)
+            return forward(*inputs)
+
+        optimised.forward = recording
         return optimised
 
 
@@ -59,9 +99,20 @@ def compiled(
         through = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
         output = through(*inputs)
     ((before, after),) = backend.graphs
-    return Compiled(output, backend.reports[0], before, after, through)
+    return Compiled(output, backend.reports[0], before, after, through, backend.inputs[0])
 
 
 def capture(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> fx.GraphModule:
     """AOTAutograd's graph of one call, as recognition sees it."""
     return compiled(function, *inputs, dynamic=dynamic).before
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit, in dtype and shape too; any NaN equals any other."""
+    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def repeats(reference: Callable[..., torch.Tensor], match: Match, values: dict[fx.Node, Any], *names: str) -> bool:
+    """Law 1: whether the reference, fed with what the match says it reads, gives the value of its node bit for bit."""
+    arguments = [values[match.inputs[name]] if name in match.inputs else None for name in names]
+    return same(reference(*arguments, match.params), values[match.node])

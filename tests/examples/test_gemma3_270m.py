@@ -4,11 +4,12 @@ from collections import Counter
 from dataclasses import replace
 
 import gemma3_270m
-import npu_fuse
 import pytest
 import torch
 from gemma3_270m import FUSED_QKV, Comparison, Continuation
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel
+
+import npu_fuse
 
 STEPS = 5
 

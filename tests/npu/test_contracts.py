@@ -5,16 +5,15 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 import torch_npu  # noqa: F401  (registers the ops)
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from npu_fuse.runtime.ops import CONTRACTS, OpContract
 from npu_fuse.runtime.target import Target
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 NPU_CONTRACTS = {name: contract for name, contract in CONTRACTS.items() if contract.namespace == "npu"}
 
 # Asked while tests are collected: later, tests of the backend may have registered kernels of ours.
-HAVE_THEIR_META = {
-    name for name in NPU_CONTRACTS if torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta")
-}
+HAVE_THEIR_META = {name for name in NPU_CONTRACTS if torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta")}
 
 # Shapes of the tensor arguments, in the order of the schema, and what follows them. All are legal calls.
 Call = tuple[Sequence[Sequence[int]], Mapping[str, object]]

@@ -2,10 +2,11 @@
 
 from collections import Counter
 
-import npu_fuse
 import pytest
 import torch
 import transformers
+
+import npu_fuse
 from npu.fake_npu import on_fake_npu
 
 SIZES = {
