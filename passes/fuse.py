@@ -42,12 +42,12 @@ def fuse(rewriter: Rewriter, findings: Findings, options: Options) -> list[Site]
                 _lowered(site, contract.name, edit.notes)
                 for part in match.parts:
                     if not rewriter.is_alive(part.node):
-                        _lowered(sites[part], contract.name, edit.notes)
+                        _lowered(sites[part], contract.name)
     _settle(sites)
     return [site for _, site in sorted(placed, key=lambda item: item[0])]
 
 
-def _lowered(site: Site, op: str, notes: Sequence[str]) -> None:
+def _lowered(site: Site, op: str, notes: Sequence[str] = ()) -> None:
     site.status, site.op, site.reason, site.roundings = "lowered", op, None, tuple(notes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -150,7 +151,7 @@ _COLOURS: dict[Status, str] = {"lowered": "green", "refused": "yellow", "missed"
 
 
 def _table(sites: Iterable[Site]) -> Table:
-    """A row for all sites that are alike, with the first and the last module that they are in."""
+    """A row for all sites that are alike."""
     table = Table(pad_edge=False)
     table.add_column("n", justify="right")
     table.add_column("kind", no_wrap=True)
@@ -163,9 +164,25 @@ def _table(sites: Iterable[Site]) -> Table:
         remark = site.reason or "; ".join(site.roundings)
         rows.setdefault((site.kind, site.status, site.op or "", remark), []).append(site.module or "?")
     for (kind, status, op, remark), modules in rows.items():
-        first, last = modules[0], modules[-1]
-        where = first if first == last else f"{first} … {last}"
-        table.add_row(
-            str(len(modules)), kind, Text(status, _COLOURS[status]), op.replace("::", "::\n"), where, Text(remark)
-        )
+        colour = _COLOURS[status]
+        op = op.replace("::", "::\n")
+        table.add_row(str(len(modules)), kind, Text(status, colour), op, Text(_places(modules)), Text(remark))
     return table
+
+
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def _places(modules: Iterable[str]) -> str:
+    """Modules that differ only in the number of their layer as one: `layers.0…17.self_attn`."""
+    numbers: dict[str, list[int]] = {}
+    for module in modules:
+        number = _LAYER.search(module)
+        template = _LAYER.sub("{}", module, count=1) if number else module
+        numbers.setdefault(template, []).extend([int(number[0])] if number else [])
+    return "\n".join(
+        template.replace("{}", f"{min(found)}…{max(found)}" if min(found) != max(found) else str(found[0]))
+        if found
+        else template
+        for template, found in numbers.items()
+    )

@@ -32,7 +32,7 @@ def lower(match: Match, edit: Edit) -> OpContract:
             raise Refused("gate and up are neither halves of one tensor nor projections of one x")
         gate_up = packed_projection(parts, edit)
     if p.dtype.itemsize < 4 and p.activated_dtype == p.dtype:
-        edit.note(f"{contract.name} rounds once; the model rounds silu(gate) to {p.dtype} before the product")
+        edit.note(f"the op rounds once; the model rounds silu(gate) to {p.dtype} before the product")
     if p.dtype != values.dtype(gate_up):
         raise Refused(f"its result is {p.dtype} for a gate of {values.dtype(gate_up)}")
     edit.replace(match.node, edit.op(contract, input=gate_up, dim=-1))

@@ -57,7 +57,7 @@ def lower(match: Match, edit: Edit) -> OpContract:
         arguments["k_weight"] = _weight(match, "k_weight", norm, edit)
         note_statistics(norm, edit)
     if p.rope.dtype.itemsize < 4:
-        edit.note(f"{contract.name} computes in float32 and rounds once, at its end; the model rounds at each step")
+        edit.note("the op computes in float32 and rounds once, at its end; the model rounds at each step")
     fused = edit.op(contract, **arguments)
     q, k, v = (edit.item(fused, index) for index in range(3))
     edit.replace(match.inputs["rotated_q"], _heads(q, p.q.layout, leading, edit))

@@ -26,11 +26,11 @@ def lower(match: Match, edit: Edit) -> OpContract:
         contract = CONTRACTS["npu::npu_gemma_rms_norm"]
         x = edit.contiguous(x)
         if p.dtype.itemsize < 4 and p.normed_dtype == p.dtype:
-            edit.note(f"the model rounds the normed x to {p.dtype} before the weight; {contract.name} does not")
+            edit.note(f"the model rounds the normed x to {p.dtype} before the weight; the op does not")
     elif p.offset == 0:
         contract = CONTRACTS["npu::npu_rms_norm"]
         if p.weight and p.dtype.itemsize < 4 and p.normed_dtype != p.dtype:
-            edit.note(f"{contract.name} rounds the normed x to {p.dtype} before the weight; the model does not")
+            edit.note(f"the op rounds the normed x to {p.dtype} before the weight; the model does not")
     else:
         raise Refused(f"{p.offset:g} is added to the weight; there are ops for 0 and 1")
     note_statistics(p, edit)
@@ -52,9 +52,9 @@ def lower_add(match: Match, edit: Edit) -> OpContract:
     x1, x2 = (edit.current(match.inputs[name]) for name in ("x1", "x2"))
     _check_dtype(p, x1)
     if p.dtype.itemsize < 4:
-        edit.note(f"{contract.name} takes the statistics from the sum before it is rounded to {p.dtype}")
+        edit.note(f"the op takes the statistics from the sum before it is rounded to {p.dtype}")
         if p.weight and p.normed_dtype != p.dtype:
-            edit.note(f"{contract.name} rounds the normed x to {p.dtype} before the weight; the model does not")
+            edit.note(f"the op rounds the normed x to {p.dtype} before the weight; the model does not")
     note_statistics(p, edit)
     x1, x2 = edit.contiguous(x1), edit.contiguous(x2)
     added = edit.op(contract, x1=x1, x2=x2, gamma=gamma(match, x1, edit), epsilon=p.eps)

@@ -29,7 +29,7 @@ def lower(match: Match, edit: Edit) -> OpContract:
         rotated = edit.call(aten.slice.Tensor, x, -1, 0, p.rope_dim)
     rotated = edit.contiguous(edit.cast(rotated, p.compute_dtype))
     if p.dtype.itemsize < 4:
-        edit.note(f"{contract.name} rounds once at its end; the model rounds each product to {p.compute_dtype}")
+        edit.note(f"the op rounds once at its end; the model rounds each product to {p.compute_dtype}")
     y = edit.op(contract, input=rotated, r1=cos, r2=sin, rotary_mode=p.style)
     y = edit.cast(y, p.dtype)
     if p.rope_dim != p.head_dim:

@@ -53,7 +53,7 @@ def test_json_holds_all_of_it() -> None:
 def test_prints_alike_sites_in_one_row_with_the_reason() -> None:
     text = str(example())
     assert "3 npu::npu_swiglu; 10 launches became 4; 1 sites refused, 1 near misses" in " ".join(text.split())
-    assert "layers.0.mlp … layers.2.mlp" in text
+    assert "layers.0…2.mlp" in text
     assert "its activation is relu" in text
     assert "element 0 reads +x[4] * sin" in text
     assert repr(example()).startswith("<Report of 1 graph: 3 npu::npu_swiglu")
