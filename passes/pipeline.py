@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import fx
 
 from ..patterns import recognise
@@ -33,12 +34,14 @@ def prepare(module: fx.GraphModule) -> fx.GraphModule:
     return prepared
 
 
-def optimise(module: fx.GraphModule, parameters: Collection[fx.Node], options: Options, target: Target) -> Report:
+def optimise(
+    module: fx.GraphModule, parameters: Mapping[fx.Node, torch.Tensor], options: Options, target: Target
+) -> Report:
     """Rewrites AOTAutograd's inference graph in place.
 
     Args:
         module: functionalised ATen graph with fake values in `meta["val"]`.
-        parameters: its placeholders that are parameters of the model.
+        parameters: its placeholders that are parameters of the model, with what they hold.
         options: what the user set.
         target: the machine that contracts are judged for.
     """

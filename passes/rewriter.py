@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,17 +33,17 @@ class Rewriter:
     Args:
         module: its graph is changed in place.
         target: the machine that contracts are judged for.
-        parameters: the placeholders that are parameters of the model.
+        parameters: the placeholders that are parameters of the model, with what they hold.
         pack_weights: whether parameters may be packed.
     """
 
     def __init__(
-        self, module: fx.GraphModule, target: Target, parameters: Collection[fx.Node], *, pack_weights: bool
+        self, module: fx.GraphModule, target: Target, parameters: Mapping[fx.Node, torch.Tensor], *, pack_weights: bool
     ) -> None:
         self.module = module
         self.graph = module.graph
         self.target = target
-        self.parameters = frozenset(parameters)
+        self.parameters = parameters
         self.pack_weights = pack_weights
         self.regions = regions(self.graph)
         self.placeholders = list(self.graph.find_nodes(op="placeholder"))
@@ -144,7 +144,8 @@ class Edit:
             itertools.takewhile(lambda a: a.name in arguments and not a.kwarg_only, contract.parsed_schema.arguments)
         )
         args = [arguments.pop(argument.name) for argument in positional]
-        return self.call(contract.op, *args, **arguments)
+        # The strides are the contract's: a vendor's shape function may promise others than its kernel gives.
+        return self.call(contract.op, *args, shaped_as=contract.fake, **arguments)
 
     def call(
         self, function: Callable[..., Any], *args: Any, shaped_as: Callable[..., Any] | None = None, **kwargs: Any

@@ -151,7 +151,7 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
         return None
     strand = _strand(rope, findings)
     for other in reversed(findings.of("rope")):
-        if other is rope or not _same_tables(rope, other, c):
+        if other is rope or other.params != rope.params or not _same_tables(rope, other, c):
             continue
         partner = _strand(other, findings)
         if partner.base is strand.base:
@@ -181,8 +181,12 @@ def _head(strand: _Strand) -> Head | str:
         return "its heads are no plain cut of the projection's columns"
     if strand.norm is None:
         return Head(layout, None)
-    assert isinstance(strand.norm.params, RmsNorm)
-    return Head(layout, strand.norm.params)
+    norm = strand.norm.params
+    assert isinstance(norm, RmsNorm)
+    normed = head_layout(strand.base, _movement_only(strand.norm_path))
+    if norm.hidden_size == layout.head_dim and (normed is None or (layout.column - normed.column) % layout.head_dim):
+        return "the rows that are normed are not the heads that are rotated"
+    return Head(layout, norm)
 
 
 def _heads(node: fx.Node, a: _Strand, b: _Strand) -> tuple[Head, Head] | Miss:

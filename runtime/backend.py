@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class Backend:
             target = self.options.target if self.options.target is not None else Target.detect()
             register(target)
             prepared = prepare(module)
-            parameters = _parameter_positions(module.graph)
+            parameters = _parameters(module.graph)
         except Exception as error:
             self._fail(error)
             return _compile(module, example_inputs, lambda graph, _: _boxed(graph))
@@ -65,11 +65,13 @@ class Backend:
 
         return _compile(prepared, example_inputs, inference)
 
-    def _optimised(self, module: fx.GraphModule, positions: Collection[int], target: Target) -> fx.GraphModule:
+    def _optimised(
+        self, module: fx.GraphModule, parameters: Mapping[int, torch.Tensor], target: Target
+    ) -> fx.GraphModule:
         """The graph with its fusions; on an internal failure, as the model had it."""
         work = _copy(module)
         try:
-            report = optimise(work, _placeholders(work.graph, positions), self.options, target)
+            report = optimise(work, _by_placeholder(work.graph, parameters), self.options, target)
         except Exception as error:
             self._fail(error)
             leave(module)
@@ -151,19 +153,13 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def _parameter_positions(graph: fx.Graph) -> frozenset[int]:
-    """Which placeholders of a Dynamo graph are parameters, by their position."""
-    return frozenset(
-        i
-        for i, node in enumerate(graph.find_nodes(op="placeholder"))
-        if isinstance(getattr(node.meta.get("grapharg"), "example", None), torch.nn.Parameter)
-    )
+def _parameters(graph: fx.Graph) -> dict[int, torch.Tensor]:
+    """The parameters among the inputs of a Dynamo graph, by their position."""
+    inputs = (getattr(node.meta.get("grapharg"), "example", None) for node in graph.find_nodes(op="placeholder"))
+    return {i: value for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)}
 
 
-def _placeholders(graph: fx.Graph, positions: Collection[int]) -> list[fx.Node]:
-    """The placeholders of AOTAutograd's graph that are the Dynamo graph's placeholders at `positions`."""
-    return [
-        node
-        for node in graph.find_nodes(op="placeholder")
-        if getattr(node.meta.get("desc"), "idx", None) in positions
-    ]
+def _by_placeholder(graph: fx.Graph, parameters: Mapping[int, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+    """The same by the placeholders of AOTAutograd's graph, which say what input of the Dynamo graph they are."""
+    positions = {node: getattr(node.meta.get("desc"), "idx", -1) for node in graph.find_nodes(op="placeholder")}
+    return {node: parameters[position] for node, position in positions.items() if position in parameters}

@@ -34,7 +34,7 @@ def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
         return _joined(weights)
     with torch.inference_mode(False):  # parameters outlive the inference mode they are packed in
         packed = torch.cat([weight.detach() for weight in weights])
-    if not _movable(weights):
+    if not can_pack(weights):
         warnings.warn(
             f"npu_fuse: weights of shapes {[tuple(w.shape) for w in weights]} can't be moved into one storage, as they "
             "are no parameters or something else uses their storage; they are copied on each call. "
@@ -51,10 +51,10 @@ def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _adjacent(weights: Sequence[torch.Tensor]) -> bool:
-    storage = weights[0].untyped_storage().data_ptr()
+    storage = weights[0].untyped_storage()._cdata
     offset = weights[0].storage_offset()
     for weight in weights:
-        if weight.untyped_storage().data_ptr() != storage or weight.storage_offset() != offset:
+        if weight.untyped_storage()._cdata != storage or weight.storage_offset() != offset:
             return False
         if not weight.is_contiguous():
             return False
@@ -68,12 +68,14 @@ def _joined(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def _movable(weights: Sequence[torch.Tensor]) -> bool:
-    """True for parameters that no one else shares a storage with, so that no one is cut off when they move."""
+def can_pack(weights: Sequence[torch.Tensor]) -> bool:
+    """True for distinct parameters that nothing else shares a storage with: no one is cut off when they move."""
+    if any(isinstance(weight, FakeTensor) for weight in weights):
+        return True  # they have no storage, and stand for parameters that have one each
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None or not all(isinstance(weight, torch.nn.Parameter) for weight in weights):
         return False
-    storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage() for weight in weights}
-    users = Counter(weight.untyped_storage().data_ptr() for weight in weights)
-    # `storages` itself holds one reference to each.
-    return all(count(storage._cdata) - 1 == users[address] for address, storage in storages.items())
+    storages = [weight.untyped_storage() for weight in weights]
+    users = Counter(storage._cdata for storage in storages)
+    # The count includes one for the Python object of each storage, which `storages` holds.
+    return len(set(weights)) == len(weights) and all(count(s._cdata) - 1 == users[s._cdata] for s in storages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,8 @@ class _RecordingBackend(Backend):
         self.graphs: list[tuple[fx.GraphModule, fx.GraphModule]] = []
         self.inputs: list[tuple[Any, ...]] = []
 
-    def _optimised(self, module: fx.GraphModule, positions: Collection[int], target: Target) -> fx.GraphModule:
-        optimised = super()._optimised(module, positions, target)
+    def _optimised(self, module: fx.GraphModule, parameters: Mapping[int, torch.Tensor], target: Target) -> fx.GraphModule:
+        optimised = super()._optimised(module, parameters, target)
         self.graphs.append((module, optimised))
         forward = optimised.forward
 

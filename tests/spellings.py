@@ -1,11 +1,13 @@
-"""Ways in which public models and their authors write the same maths. EPS and the axis are the same in all."""
+"""Ways in which public models and their authors write the same maths."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
+
+# RMSNorm over the last axis, with EPS -------------------------------------------------------------------------------
 
 Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 EPS = 1e-5
@@ -139,22 +141,10 @@ def _double(x, w):
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w).to(x.dtype)
 
 
-def _variance_rounded(x, w):
-    wide = x.float()
-    variance = wide.pow(2).mean(-1, keepdim=True).to(x.dtype)
-    return w * (x * torch.rsqrt(variance + EPS))
-
-
 def _weight_viewed(x, w):
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
     return normed.to(x.dtype) * w.view(1, 1, -1)
-
-
-def _expanded(x, w):
-    wide = x.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS).expand_as(x)
-    return w * (wide * scale).to(x.dtype)
 
 
 def _in_place(x, w):
@@ -163,13 +153,7 @@ def _in_place(x, w):
     return w * (wide * scale).to(x.dtype)
 
 
-def _einsum_weight(x, w):
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
-    return torch.einsum("bsd,d->bsd", normed.to(x.dtype), w.to(x.dtype))
-
-
-def _norm_over_root(x, w):
+def _torch_functions(x, w):
     wide = x.float()
     return w * (wide * torch.rsqrt(torch.mean(torch.square(wide), dim=-1, keepdim=True) + EPS)).to(x.dtype)
 
@@ -196,13 +180,10 @@ WEIGHTED: dict[str, Norm] = {
     "in the type of x": _all_narrow,
     "scale rounded": _scale_rounded,
     "float64": _double,
-    "mean rounded": _variance_rounded,
     "weight as [1, 1, n]": _weight_viewed,
-    "scale expanded": _expanded,
     "in place": _in_place,
-    "torch.square, torch.mean": _norm_over_root,
-    "F.rms_norm": lambda x, w: F.rms_norm(x, (x.shape[-1],), w.to(x.dtype), EPS),
-    "einsum": _einsum_weight,
+    "torch.square, torch.mean": _torch_functions,
+    "F.rms_norm": lambda x, w: functional.rms_norm(x, (x.shape[-1],), w.to(x.dtype), EPS),
 }
 
 # 1 + weight.
@@ -227,7 +208,140 @@ BARE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "llama4, nanochat": _bare,
     "deepseek_v4": _bare_rounded,
     "gemma4": lambda x: (x.float() * torch.pow(x.float().pow(2).mean(-1, keepdim=True) + EPS, -0.5)).type_as(x),
-    "F.rms_norm": lambda x: F.rms_norm(x, (x.shape[-1],), None, EPS),
+    "F.rms_norm": lambda x: functional.rms_norm(x, (x.shape[-1],), None, EPS),
     "x / sqrt": lambda x: x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS),
     "float64": lambda x: x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + EPS),
+}
+
+
+# Rotation of the last axis by cos and sin ----------------------------------------------------------------------------
+
+Rotation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _rotate_half(x):
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
+def _rotate_half_by_chunk(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _rotate_half_by_roll(x):
+    rolled = torch.roll(x, x.shape[-1] // 2, -1)
+    return torch.cat((-rolled[..., : x.shape[-1] // 2], rolled[..., x.shape[-1] // 2 :]), dim=-1)
+
+
+def _rotate_half_by_view(x):
+    first, second = x.view(*x.shape[:-1], 2, x.shape[-1] // 2).unbind(-2)
+    return torch.cat([-second, first], dim=-1)
+
+
+def _rotate_half_by_split(x):
+    first, second = torch.split(x, x.shape[-1] // 2, dim=-1)
+    return torch.cat((second.neg(), first), dim=-1)
+
+
+def _rotate_half_by_stack(x):
+    first, second = x.reshape(*x.shape[:-1], 2, -1).unbind(-2)
+    return torch.stack((-second, first), dim=-2).reshape(x.shape)
+
+
+def _rotate_pairs(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def _rotate_pairs_by_view(x):
+    first, second = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack([-second, first], dim=-1).flatten(-2)
+
+
+def _rotate_pairs_by_index(x):
+    pairs = x.unflatten(-1, (-1, 2))
+    return torch.stack((-pairs[..., 1], pairs[..., 0]), -1).reshape(x.shape)
+
+
+def _with(rotate):
+    return lambda x, cos, sin: (x * cos) + (rotate(x) * sin)
+
+
+def _upcast_first(x, cos, sin):
+    wide = x.float()
+    return (wide * cos.float() + _rotate_half(wide) * sin.float()).to(x.dtype)
+
+
+def _upcast_terms(x, cos, sin):
+    return ((x.float() * cos) + (_rotate_half(x).float() * sin)).to(x.dtype)
+
+
+def _cast_back(x, cos, sin):
+    return (x * cos + _rotate_half(x) * sin).to(x.dtype)
+
+
+def _halves(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def _halves_swapped(x, cos, sin):
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat([cos * first + -(sin * second), sin * first + second * cos], -1)
+
+
+def _halves_upcast(x, cos, sin):
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def _pairs(x, cos, sin):
+    first, second = x[..., ::2], x[..., 1::2]
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+
+
+def _pairs_by_view(x, cos, sin):
+    first, second = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack((first * cos - second * sin, first * sin + second * cos), -1).reshape(x.shape)
+
+
+def _repeated(x, cos, sin):
+    cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+    return x * cos + _rotate_pairs(x) * sin
+
+
+def _fused_rotate(x, cos, sin):
+    return torch.addcmul(x * cos, _rotate_half(x), sin)
+
+
+# By style, and by the width of the tables: as wide as x, or half of it.
+ROTATIONS: dict[tuple[str, str], dict[str, Rotation]] = {
+    ("half", "full"): {
+        "llama": _with(_rotate_half),
+        "chunk": _with(_rotate_half_by_chunk),
+        "split": _with(_rotate_half_by_split),
+        "view, unbind, cat": _with(_rotate_half_by_view),
+        "reshape, unbind, stack": _with(_rotate_half_by_stack),
+        "roll": _with(_rotate_half_by_roll),
+        "upcast first": _upcast_first,
+        "upcast of both terms": _upcast_terms,
+        "cast back": _cast_back,
+        "swapped": lambda x, cos, sin: sin * _rotate_half(x) + cos * x,
+        "subtracted": lambda x, cos, sin: x * cos - -_rotate_half(x) * sin,
+    },
+    ("half", "half"): {
+        "halves": _halves,
+        "halves, swapped": _halves_swapped,
+        "halves, upcast": _halves_upcast,
+    },
+    ("interleave", "full"): {
+        "stride, stack": _with(_rotate_pairs),
+        "reshape, unbind, stack": _with(_rotate_pairs_by_view),
+        "unflatten, index": _with(_rotate_pairs_by_index),
+        "repeat_interleave": lambda x, cos, sin: _repeated(x, cos[..., ::2], sin[..., ::2]),
+    },
+    ("interleave", "half"): {
+        "stride, stack": _pairs,
+        "reshape, unbind": _pairs_by_view,
+    },
 }

@@ -10,7 +10,7 @@ from torch import fx
 from ...patterns import values
 from ...patterns.linear import Linear, linear
 from ...runtime.sizes import is_contiguous
-from ...runtime.weights import pack
+from ...runtime.weights import can_pack, pack
 from ..rewriter import Edit, Refused
 
 aten = torch.ops.aten
@@ -31,23 +31,26 @@ def packed_projection(parts: Sequence[Linear], edit: Edit) -> fx.Node:
     """
     if not edit.rewriter.pack_weights:
         raise Refused("its projections are separate and Options.pack_weights is off")
-    weights = [_parameter(p.weight, edit) for p in parts]
-    biases = [p.bias for p in parts]
-    arguments = [edit.current(parts[0].x), edit.call(pack, weights, shaped_as=torch.cat)]
-    present = [bias for bias in biases if bias is not None]
-    if present:
-        if len(present) != len(biases):
+    arguments = [edit.current(parts[0].x), _packed([p.weight for p in parts], edit)]
+    biases = [p.bias for p in parts if p.bias is not None]
+    if biases:
+        if len(biases) != len(parts):
             raise Refused("some of its projections have a bias and some have none")
-        arguments.append(edit.call(pack, [_parameter(bias, edit) for bias in present], shaped_as=torch.cat))
+        arguments.append(_packed(biases, edit))
     return edit.call(aten.linear.default, *arguments)
 
 
-def _parameter(weight: fx.Node, edit: Edit) -> fx.Node:
-    weight = edit.current(weight)
-    value = values.tensor(weight)
-    assert value is not None
-    if weight.op != "placeholder" or weight not in edit.rewriter.parameters:
+def _packed(weights: Sequence[fx.Node], edit: Edit) -> fx.Node:
+    parameters = edit.rewriter.parameters
+    if any(weight not in parameters for weight in weights):
         raise Refused("a weight of its projections is computed or passed in, not a parameter of the model")
-    if not is_contiguous(value):
-        raise Refused(f"a weight of its projections is not contiguous: strides {tuple(value.stride())}")
-    return weight
+    for weight in weights:
+        value = values.tensor(weight)
+        assert value is not None
+        if not is_contiguous(value):
+            raise Refused(f"a weight of its projections is not contiguous: strides {tuple(value.stride())}")
+    if len({values.dtype(weight) for weight in weights}) > 1:
+        raise Refused("the weights of its projections have different types")
+    if not can_pack([parameters[weight] for weight in weights]):
+        raise Refused("the weights of its projections share their storage with something else, and can't be moved")
+    return edit.call(pack, list(weights), shaped_as=torch.cat)

@@ -32,6 +32,9 @@ def lower(match: Match, edit: Edit) -> OpContract:
     source = edit.current(match.inputs["projection" if p.style == "fused" else "q"])
     if p.rope.dtype != values.dtype(source):
         raise Refused(f"q and k are {p.rope.dtype} after the rotation, the projection is {values.dtype(source)}")
+    for node in match.claimed:
+        if values.is_float_cast(node) and values.dtype(node).itemsize < p.rope.dtype.itemsize:
+            raise Refused(f"the model rounds to {values.dtype(node)} on the way, the op does not")
     projection = source
     if p.style == "separate":
         parts = projections([match.inputs[name] for name in ("q", "k", "v")])
@@ -156,6 +159,8 @@ def _table_rows(match: Match, p: Qkv, name: str, leading: list[int | fx.Node], e
         raise Refused("cos and sin of an interleaved rotation have a column of their own for both elements of a pair")
     table = match.inputs[name]
     roles = _table_roles(table, p.q, name)
+    if roles != _table_roles(table, p.k, name):
+        raise Refused(f"{name} is broadcast otherwise against q than against k")
     base = edit.current(strip_unit_axes(table))
     wanted = [i for i, size in enumerate(leading) if size != 1]
     key = ("rows", base, tuple(roles), tuple(wanted), rope.table_dim, rope.rope_dim)
@@ -179,9 +184,9 @@ def _held(base: fx.Node, edit: Edit) -> list[int | fx.Node]:
     return [size for size in edit.sizes(base)[:-1] if size != 1]
 
 
-def _table_roles(table: fx.Node, q: Head, name: str) -> list[Role]:
-    """What each axis of a table, as it is broadcast against q, counts: axes of the projection, in the table's order."""
-    roles = q.layout.roles
+def _table_roles(table: fx.Node, head: Head, name: str) -> list[Role]:
+    """What the axes of a table, as it is broadcast against q or k, count: axes of the projection, in its order."""
+    roles = head.layout.roles
     sizes = values.shape(table)
     aligned = roles[len(roles) - len(sizes) :]
     held = [role for role, size in zip(aligned[:-1], sizes[:-1], strict=True) if static_int(size) != 1]

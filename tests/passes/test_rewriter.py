@@ -26,7 +26,7 @@ def graph_of(function: object, *inputs: torch.Tensor) -> fx.GraphModule:
 
 
 def rewriter(module: fx.GraphModule) -> Rewriter:
-    return Rewriter(module, Target(), [], pack_weights=True)
+    return Rewriter(module, Target(), {}, pack_weights=True)
 
 
 def node(module: fx.GraphModule, target: object, index: int = 0) -> fx.Node:

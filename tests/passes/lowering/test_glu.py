@@ -139,3 +139,28 @@ def test_weights_that_are_passed_in_are_not_packed() -> None:
 def test_packing_can_be_turned_off() -> None:
     found = compiled(Separate(), torch.randn(3, 16), pack_weights=False)
     assert "pack_weights is off" in found.report.sites[0].reason
+
+
+def test_weights_that_something_else_holds_are_not_moved() -> None:
+    model, x = Separate(), torch.randn(3, 16)
+    flat = torch.randn(2 * 24 * 16)
+    for i, projection in enumerate((model.gate, model.up)):
+        projection.weight.data = flat[i * 24 * 16 : (i + 1) * 24 * 16].view(24, 16)
+    found = compiled(model, x)
+    assert "share their storage with something else" in found.report.sites[0].reason
+    flat.mul_(2)
+    with torch.no_grad():
+        assert torch.equal(found.function(x), model(x))
+
+
+def test_one_projection_called_twice_is_not_packed_with_itself() -> None:
+    projection = nn.Linear(16, 24, bias=False)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return F.silu(projection(x)) * projection(x)
+
+    x = torch.randn(3, 16)
+    found = compiled(model, x)
+    assert not found.report.ops
+    with torch.no_grad():
+        assert torch.equal(found.output, model(x))

@@ -322,3 +322,112 @@ def test_rotation_before_norm_is_not_the_ops_order() -> None:
     with torch.no_grad():
         for value, expected in zip(found.output, model(*arguments), strict=True):
             torch.testing.assert_close(value, expected)
+
+
+def refused(model: nn.Module, arguments: tuple[Tensor, ...]) -> list[str]:
+    """Checks that no prologue is fused and the numbers are eager's; returns the reasons given."""
+    with torch.no_grad():
+        wanted = model(*arguments)
+    found = compiled(model, *arguments)
+    assert OP not in found.report.ops, str(found.report)
+    for value, expected in zip(found.output, wanted, strict=True):
+        torch.testing.assert_close(value, expected)
+    return [site.reason for site in found.report.sites if site.kind == "qkv"]
+
+
+def test_q_and_k_of_two_styles_are_no_prologue() -> None:
+    class Model(Prologue):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor):
+            self.turn = iter((half, interleaved))
+            return super().forward(x, cos, sin)
+
+        def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            return next(self.turn)(x, cos[..., :8], sin[..., :8])
+
+    def half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+    form = Form()
+    refused(Model(form), inputs(form))
+
+
+def test_one_table_that_turns_q_by_token_and_k_by_head_is_refused() -> None:
+    class Model(Prologue):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor):
+            q, k, v = (value.view(2, 5, 5, 16) for value in self.project(x))
+            return half(q, cos, sin), half(k.transpose(1, 2), cos, sin), v
+
+    form = Form(heads=5, kv_heads=5)
+    x, cos, sin = inputs(form)
+    reasons = refused(Model(form), (x, cos.unsqueeze(2), sin.unsqueeze(2)))
+    assert any("differs from head to head" in reason for reason in reasons)
+
+
+def test_rows_normed_across_two_heads_are_refused() -> None:
+    class Model(Prologue):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor):
+            outputs = []
+            for value in self.project(x)[:2]:
+                rows = torch.cat((value[..., 8:], value[..., :8]), -1).view(2, 5, -1, 16)
+                shifted = llama_norm(rows, self.q_norm, 1e-6).flatten(-2)
+                heads = torch.cat((shifted[..., -8:], shifted[..., :-8]), -1).view(2, 5, -1, 16)
+                outputs.append(half(heads, cos, sin))
+            return outputs
+
+    form = Form()
+    x, cos, sin = inputs(form)
+    refused(Model(form), (x, cos.unsqueeze(2), sin.unsqueeze(2)))
+
+
+def test_rows_normed_off_the_heads_by_a_slice_are_refused() -> None:
+    class Model(Prologue):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor):
+            outputs = []
+            for value in self.project(x)[:2]:
+                rows = llama_norm(value[..., 8:-8].unflatten(-1, (-1, 16)), self.q_norm, 1e-6).flatten(-2)
+                outputs.append(half(rows[..., 8:-8].unflatten(-1, (-1, 16)), cos, sin))
+            return outputs
+
+    form = Form(heads=6, kv_heads=6)
+    x, cos, sin = inputs(form)
+    refused(Model(form), (x, cos.unsqueeze(2), sin.unsqueeze(2)))
+
+
+def test_a_rounding_on_the_way_to_a_wide_result_is_refused() -> None:
+    class Model(Prologue):
+        def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            return half(x.to(torch.bfloat16).float(), cos, sin)
+
+    form = Form()
+    assert any("rounds to torch.bfloat16 on the way" in reason for reason in refused(Model(form), inputs(form)))
+
+
+def test_v_may_be_used_before_the_rotation_can_be_computed() -> None:
+    class Model(Prologue):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor):
+            early = self.v(x).exp()
+            cos, sin = cos + early.mean() * 0, sin
+            q, k, v = super().forward(x, cos, sin)
+            return q, k, v, early
+
+    form = Form()
+    assert any("depends on its result" in reason for reason in refused(Model(form), inputs(form)))
+
+
+def test_a_projection_that_is_called_twice_is_not_taken_apart() -> None:
+    class Model(Prologue):
+        def project(self, x: Tensor):
+            return self.q(x), self.k(x), self.k(x)
+
+    form = Form(heads=2, kv_heads=2)
+    model, arguments = Model(form), inputs(form)
+    with torch.no_grad():
+        wanted = model(*arguments)
+    found = compiled(model, *arguments)
+    for value, expected in zip(found.output, wanted, strict=True):
+        torch.testing.assert_close(value, expected)
