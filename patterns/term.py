@@ -97,10 +97,10 @@ class TermPool:
         factors, coefficient = self.factors(a)
         others, other_coefficient = self.factors(b)
         for factor, exponent in others.items():
-            total = factors.get(factor, 0.0) + exponent
-            if total == 0:  # x / x is not 1 where x is 0: no identity of floating point
+            known = factors.get(factor, 0.0)
+            if known * exponent < 0:  # x ** 2 / x is not x where x is 0: no identity of floating point
                 return self.call("mul", *sorted((a, b), key=lambda t: t.serial))
-            factors[factor] = total
+            factors[factor] = known + exponent
         for sigmoid in [f for f in factors if isinstance(f, Call) and f.name == "sigmoid" and factors[f] == 1]:
             (gate,) = sigmoid.args
             assert isinstance(gate, Term)

@@ -92,6 +92,11 @@ def is_rounding(node: fx.Node) -> bool:
     return is_float_cast(node) and not is_widening(dtype(node.all_input_nodes[0]), dtype(node))
 
 
+def is_complex(node: object) -> bool:
+    value = tensor(node)
+    return value is not None and value.is_complex()
+
+
 def strip_widening(node: fx.Node) -> fx.Node:
     """The node below all casts that round nothing: the same numbers, in their narrowest type."""
     while is_float_cast(node) and not is_rounding(node):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -18,6 +18,7 @@ from ...runtime.sizes import static_int
 from ..rewriter import Edit, Refused
 from .packing import packed_projection, projections
 from .rms_norm import note_statistics, vector
+from .rope import refuse_backward, table_part
 
 aten = torch.ops.aten
 
@@ -27,6 +28,9 @@ def lower(match: Match, edit: Edit) -> OpContract:
     p = match.params
     assert isinstance(p, Qkv)
     contract = CONTRACTS["sgl_kernel_npu::split_qkv_rmsnorm_rope"]
+    refuse_backward(p.rope)
+    if p.rope.style == "deinterleave":
+        raise Refused("it takes pairs of neighbours apart (de-interleaves); the op leaves every element in its place")
     norm = _norm(p)
     _check_columns(match, p)
     source = edit.current(match.inputs["projection" if p.style == "fused" else "q"])
@@ -152,7 +156,7 @@ def _heads(flat: fx.Node, layout: HeadLayout, leading: list[int | fx.Node], edit
     return node
 
 
-def _table_rows(match: Match, p: Qkv, name: str, leading: list[int | fx.Node], edit: Edit) -> fx.Node:
+def _table_rows(match: Match, p: Qkv, name: Literal["cos", "sin"], leading: list[int | fx.Node], edit: Edit) -> fx.Node:
     """cos or sin as [tokens, rope_dim], one row a token: made once and shared by all layers that use the same table."""
     rope = p.rope
     if rope.style == "interleave" and rope.table_dim == rope.rope_dim:
@@ -163,10 +167,10 @@ def _table_rows(match: Match, p: Qkv, name: str, leading: list[int | fx.Node], e
         raise Refused(f"{name} is broadcast otherwise against q than against k")
     base = edit.current(strip_unit_axes(table))
     wanted = [i for i, size in enumerate(leading) if size != 1]
-    key = ("rows", base, tuple(roles), tuple(wanted), rope.table_dim, rope.rope_dim)
+    key = ("rows", base, name, tuple(roles), tuple(wanted), rope.table_dim, rope.rope_dim)
 
     def build() -> fx.Node:
-        rows = base
+        rows = table_part(base, name, rope, edit)
         if roles != ["tokens"] and roles != wanted:
             if roles != sorted(roles, key=str):
                 raise Refused(f"the axes of {name} are ordered otherwise than those of x")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import fx
 
@@ -10,7 +12,7 @@ from ...patterns.match import Match
 from ...patterns.rope import Rope
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
-from ..rewriter import Edit, inverse, row_order
+from ..rewriter import Edit, Refused, inverse, row_order
 
 aten = torch.ops.aten
 
@@ -20,17 +22,20 @@ def lower(match: Match, edit: Edit) -> OpContract:
     p = match.params
     assert isinstance(p, Rope)
     contract = CONTRACTS["npu::npu_rotary_mul"]
+    refuse_backward(p)
     x = edit.current(match.inputs["x"])
     order = row_order(x)
-    cos, sin = (_table(edit.current(match.inputs[name]), order, p, edit) for name in ("cos", "sin"))
+    cos = _table(edit.current(match.inputs["cos"]), "cos", order, p, edit)
+    sin = _table(edit.current(match.inputs["sin"]), "sin", order, p, edit)
     x = edit.permuted(x, order)
     rotated = x
     if p.rope_dim != p.head_dim:
         rotated = edit.call(aten.slice.Tensor, x, -1, 0, p.rope_dim)
-    rotated = edit.contiguous(edit.cast(rotated, p.compute_dtype))
+    rotated = edit.contiguous(edit.cast(_deinterleaved(rotated, p, edit), p.compute_dtype))
     if p.dtype.itemsize < 4:
         edit.note(f"the op rounds once at its end; the model rounds each product to {p.compute_dtype}")
-    y = edit.op(contract, input=rotated, r1=cos, r2=sin, rotary_mode=p.style)
+    mode = "interleave" if p.style == "interleave" else "half"
+    y = edit.op(contract, input=rotated, r1=cos, r2=sin, rotary_mode=mode)
     y = edit.cast(y, p.dtype)
     if p.rope_dim != p.head_dim:
         passed = edit.cast(edit.call(aten.slice.Tensor, x, -1, p.rope_dim, p.head_dim), p.dtype)
@@ -39,14 +44,43 @@ def lower(match: Match, edit: Edit) -> OpContract:
     return contract
 
 
-def _table(table: fx.Node, order: list[int], p: Rope, edit: Edit) -> fx.Node:
+def refuse_backward(p: Rope) -> None:
+    """Refuses a rotation by the negative angle.
+
+    Raises:
+        Refused: it is one.
+    """
+    if p.backward:
+        raise Refused("it turns by the negative angle (x * cos - rotate(x) * sin); the op turns by the positive one")
+
+
+def table_part(table: fx.Node, name: Literal["cos", "sin"], p: Rope, edit: Edit) -> fx.Node:
+    """A table as a real tensor: where it is complex, cos is its real part and sin its imaginary one."""
+    if not p.is_complex:
+        return table
+    parts = edit.call(aten.view_as_real.default, table)
+    return edit.call(aten.select.int, parts, -1, 0 if name == "cos" else 1)
+
+
+def _deinterleaved(x: fx.Node, p: Rope, edit: Edit) -> fx.Node:
+    """x with the first elements of all pairs in front of the second ones, as the result has them."""
+    if p.style != "deinterleave":
+        return x
+    leading = edit.sizes(x)[:-1]
+    pairs = edit.view(edit.contiguous(x), [*leading, p.rope_dim // 2, 2])
+    return edit.view(edit.contiguous(edit.call(aten.transpose.int, pairs, -1, -2)), [*leading, p.rope_dim])
+
+
+def _table(
+    table: fx.Node, name: Literal["cos", "sin"], order: list[int], p: Rope, edit: Edit
+) -> fx.Node:
     """cos or sin as wide as the rotated part, in the type of the products, its axes ordered as those of x."""
 
     def build() -> fx.Node:
-        full = edit.cast(table, p.compute_dtype)
+        full = edit.cast(table_part(table, name, p, edit), p.compute_dtype)
         if p.table_dim != p.rope_dim:
             halves = [full, full]
-            if p.style == "half":
+            if p.style != "interleave":
                 full = edit.call(aten.cat.default, halves, -1)
             else:
                 pairs = edit.call(aten.stack.default, halves, -1)
@@ -56,4 +90,4 @@ def _table(table: fx.Node, order: list[int], p: Rope, edit: Edit) -> fx.Node:
             full = edit.view(full, [*[1] * missing, *edit.sizes(full)])
         return edit.contiguous(edit.permuted(full, order))
 
-    return edit.share(("table", table, p.style, p.rope_dim, p.compute_dtype, tuple(order)), build)
+    return edit.share(("table", table, name, p.style, p.rope_dim, p.compute_dtype, tuple(order)), build)

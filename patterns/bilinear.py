@@ -1,0 +1,319 @@
+"""Sums of products of one tensor x and two tables, and what each element of the result reads of them.
+
+Found by running the formula on whole numbers that name their own place: every element of the result must be one
+±x[j] * first[k] plus one ±x[m] * second[n] of its own row, or one x[j]. One complex table counts as two, its real and
+its imaginary part. Sizes are small stand-ins for the real ones, so the cost does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..runtime.sizes import known_equal, static_int
+from . import values
+from .canonical import Canonicaliser
+from .match import Findings
+from .movement import Sizes, concrete, is_movement, source
+from .term import Term
+
+aten = torch.ops.aten
+
+# A formula of more nodes than this is no rotation, and the walk ends.
+_LIMIT = 40
+_ADDITIVE = frozenset({aten.add.Tensor, aten.sub.Tensor})
+_JOINING = frozenset({aten.neg.default, aten.cat.default, aten.stack.default})
+_COMPLEX_VIEWS = frozenset({aten.view_as_complex.default, aten.view_as_real.default})
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """The nodes of one sum of products.
+
+    Args:
+        root: its result.
+        x: the tensor of which every product has one factor.
+        tables: the two other factors; the same node twice where it is complex.
+        table_of: the table that each factor of a product is.
+        products: the products.
+        nodes: all nodes from x and the tables up to the root, in graph order.
+    """
+
+    root: fx.Node
+    x: fx.Node
+    tables: tuple[fx.Node, fx.Node]
+    table_of: Mapping[fx.Node, fx.Node]
+    products: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def is_complex(self) -> bool:
+        return self.tables[0] is self.tables[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One element of x that an element of the result reads: `sign * x[place] * table[column]`."""
+
+    place: int
+    sign: int
+    column: int
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """What each element along the last axis reads through each table, and which one it reads as it is."""
+
+    tables: tuple[tuple[Read | None, ...], tuple[Read | None, ...]]
+    plain: tuple[int | None, ...]
+
+
+# The nodes --------------------------------------------------------------------------------------------------------
+
+
+def formula(root: fx.Node, c: Canonicaliser, findings: Findings) -> Formula | None:
+    """Reads a node as the root of a sum of products; None where it is none."""
+    products = _products(root, findings)
+    if products is None:
+        return None
+    origins = {factor: _moved_from(factor) for product in products for factor in _factors(product)}
+    shared = set().union(*(origins[factor] for factor in _factors(products[0])))
+    for x in sorted(shared, reverse=True):
+        if values.tensor(x) is None or not values.same_shape(values.shape(x), values.shape(root)):
+            continue
+        table_of = _tables(x, products, origins, c)
+        if table_of is None:
+            continue
+        tables = list(dict.fromkeys(table_of.values()))
+        if len(tables) == 1 and values.is_complex(tables[0]):
+            tables *= 2
+        nodes = _between(root, x, products, table_of)
+        if len(tables) == 2 and nodes is not None:
+            return Formula(root, x, (tables[0], tables[1]), table_of, products, nodes)
+    return None
+
+
+def _is_linear(node: fx.Node) -> bool:
+    return node.target in _ADDITIVE or _is_moved(node)
+
+
+def _is_moved(node: fx.Node) -> bool:
+    """True for a node that only moves, negates or casts the elements of its inputs."""
+    return (
+        node.target in _JOINING or node.target in _COMPLEX_VIEWS or is_movement(node) or values.is_float_cast(node)
+    )
+
+
+def _factors(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node that are no sizes."""
+    return [n for n in node.all_input_nodes if not isinstance(n.meta.get("val"), torch.SymInt)]
+
+
+def _products(root: fx.Node, findings: Findings) -> tuple[fx.Node, ...] | None:
+    """The products that the root adds up; None where there are none near."""
+    seen: set[fx.Node] = set()
+    products: set[fx.Node] = set()
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        if node in seen or findings.at("rms_norm", node) is not None:
+            continue
+        seen.add(node)
+        if node.target is aten.mul.Tensor and len(_factors(node)) == 2:
+            products.add(node)
+        elif _is_linear(node):
+            pending.extend(_factors(node))
+        if len(seen) > _LIMIT:
+            return None
+    enough = len(products) >= 2 or any(map(values.is_complex, products))
+    return tuple(sorted(products)) if enough else None
+
+
+def _moved_from(node: fx.Node) -> set[fx.Node]:
+    """The node and all that its elements are moved from."""
+    seen: set[fx.Node] = set()
+    pending = [node]
+    while pending and len(seen) <= _LIMIT:
+        current = pending.pop()
+        if current not in seen:
+            seen.add(current)
+            pending.extend(_factors(current) if _is_moved(current) else ())
+    return seen
+
+
+def _tables(
+    x: fx.Node, products: Iterable[fx.Node], origins: Mapping[fx.Node, set[fx.Node]], c: Canonicaliser
+) -> dict[fx.Node, fx.Node] | None:
+    """The table behind the factor that is not moved from x, for each product; None where a product has no such pair.
+
+    Equal terms are one table, however often the model computes them.
+    """
+    tables: dict[Term, fx.Node] = {}
+    table_of: dict[fx.Node, fx.Node] = {}
+    for product in products:
+        others = [factor for factor in _factors(product) if x not in origins[factor]]
+        if len(others) != 1:
+            return None
+        table = values.strip_widening(others[0])
+        table_of[others[0]] = tables.setdefault(c.terms[table], table)
+    return table_of
+
+
+def _between(
+    root: fx.Node, x: fx.Node, products: Iterable[fx.Node], tables: Iterable[fx.Node]
+) -> tuple[fx.Node, ...] | None:
+    """The nodes from x and the tables up to the root; None where something else is read."""
+    stops = {x, *tables}
+    taken = set(products)
+    nodes: set[fx.Node] = set()
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        if node in nodes or node in stops:
+            continue
+        if not _is_linear(node) and node not in taken:
+            return None
+        nodes.add(node)
+        pending.extend(_factors(node))
+    return tuple(sorted(nodes))
+
+
+# The reading ------------------------------------------------------------------------------------------------------
+
+_CODES = random.Random(20)  # any fixed seed: codes only have to differ
+_MOST_ELEMENTS = 1 << 18
+_SMALL = (2, 3, 5, 7, 11)
+# Codes are whole numbers in float64, their products below 2 ** 53, so that all that is computed of them is exact.
+_X_BITS, _TABLE_BITS = 30, 20
+
+
+def read(f: Formula) -> Readings | None:
+    """Runs a formula on codes; None where the result is no sum of such products row by row."""
+    for shrink in (True, False):  # static sizes may be written out in the model: then they can't be shrunk
+        shapes = _shapes(f, shrink=shrink)
+        result = _read(f, *shapes) if shapes is not None else None
+        if result is not None:
+            return result
+    return None
+
+
+def _shapes(f: Formula, *, shrink: bool) -> tuple[list[int], list[list[int]]] | None:
+    """Small shapes for x and the tables that broadcast as the real ones do."""
+    x_shape = values.shape(f.x)
+    width = static_int(x_shape[-1])
+    if width is None or len(x_shape) > len(_SMALL):
+        return None
+    sizes = Sizes(0)
+    small = [
+        prime if shrink and static_int(size) not in (0, 1) else sizes(size)
+        for prime, size in zip(_SMALL, x_shape[:-1], strict=False)
+    ]
+    tables = [_table_shape(table, x_shape, small) for table in f.tables]
+    elements = torch.Size([*small, width]).numel()
+    if not 0 < elements <= _MOST_ELEMENTS or tables[0] is None or tables[1] is None:
+        return None
+    return [*small, width], [tables[0], tables[1]]
+
+
+def _table_shape(table: fx.Node, x_shape: tuple[values.Size, ...], small: list[int]) -> list[int] | None:
+    """The shape of a table, shrunk as x is."""
+    shape = values.shape(table)
+    width = static_int(shape[-1]) if shape else None
+    if width is None or len(shape) > len(x_shape):
+        return None
+    leading = []
+    aligned = len(x_shape) - len(shape)
+    for axis, size in enumerate(shape[:-1]):
+        if static_int(size) != 1 and not known_equal(size, x_shape[aligned + axis]):
+            return None
+        leading.append(1 if static_int(size) == 1 else small[aligned + axis])
+    return [*leading, width]
+
+
+def _codes(shape: list[int], bits: int) -> torch.Tensor:
+    drawn = _CODES.sample(range(1 << (bits - 1), 1 << bits), torch.Size(shape).numel())
+    return torch.tensor(drawn, dtype=torch.float64).view(shape)
+
+
+def _read(f: Formula, x_shape: list[int], table_shapes: list[list[int]]) -> Readings | None:
+    x = _codes(x_shape, _X_BITS)
+    places = {int(code): place for place, code in enumerate(x.flatten().tolist())}
+    zeros = [torch.zeros(shape, dtype=torch.float64) for shape in table_shapes]
+    plain = _evaluate(f, x, zeros)
+    if plain is None or plain.shape != x.shape:
+        return None
+    through = []
+    for i, shape in enumerate(table_shapes):
+        codes = _codes(shape, _TABLE_BITS)
+        signs, products = (
+            _evaluate(f, x, [table if j == i else zeros[j] for j in range(2)]) for table in (zeros[i] + 1, codes)
+        )
+        if signs is None or products is None:
+            return None
+        columns = codes.expand(*x_shape[:-1], shape[-1])
+        reads = _decode(signs - plain, products - plain, places, columns)
+        if reads is None:
+            return None
+        through.append(reads)
+    passed = _decode_plain(plain, places)
+    return Readings((through[0], through[1]), passed) if passed is not None else None
+
+
+def _evaluate(f: Formula, x: torch.Tensor, tables: list[torch.Tensor]) -> torch.Tensor | None:
+    """The formula in float64, casts left out; None where a size that it spells out doesn't fit these shapes."""
+    by_node = {f.tables[0]: torch.complex(*tables)} if f.is_complex else dict(zip(f.tables, tables, strict=True))
+    known: dict[fx.Node, Any] = {f.x: x, **{factor: by_node[table] for factor, table in f.table_of.items()}}
+    sizes = Sizes(0)
+    for node in f.nodes:
+        if values.is_float_cast(node):
+            known[node] = known[source(node)]
+            continue
+        try:
+            known[node] = concrete(node, sizes, known)
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            return None
+    result = known[f.root]
+    return result if isinstance(result, torch.Tensor) else None
+
+
+def _rows(tensor: torch.Tensor) -> list[list[int]]:
+    rows: list[list[int]] = tensor.reshape(-1, tensor.shape[-1]).to(torch.int64).tolist()
+    return rows
+
+
+def _decode(
+    signs: torch.Tensor, products: torch.Tensor, places: Mapping[int, int], table: torch.Tensor
+) -> tuple[Read | None, ...] | None:
+    """What each column reads, the same in every row; None where an element is no single ±x[j] * table[k] of its row."""
+    width = signs.shape[-1]
+    found = set()
+    for r, (sign_row, product_row, codes) in enumerate(zip(_rows(signs), _rows(products), _rows(table), strict=True)):
+        column_of = {code: column for column, code in enumerate(codes)}
+        reads: list[Read | None] = []
+        for signed, product in zip(sign_row, product_row, strict=True):
+            if signed == 0 == product:
+                reads.append(None)
+                continue
+            place = places.get(abs(signed))
+            column = column_of.get(product // signed) if signed and product % signed == 0 else None
+            if place is None or column is None or place // width != r:
+                return None
+            reads.append(Read(place % width, 1 if signed > 0 else -1, column))
+        found.add(tuple(reads))
+    return found.pop() if len(found) == 1 else None
+
+
+def _decode_plain(plain: torch.Tensor, places: Mapping[int, int]) -> tuple[int | None, ...] | None:
+    """Which element each column passes on, the same in every row; None where one passes on something else."""
+    width = plain.shape[-1]
+    found = set()
+    for r, row in enumerate(_rows(plain)):
+        if any(value and places.get(value, -1) // width != r for value in row):
+            return None
+        found.add(tuple(places[value] % width if value else None for value in row))
+    return found.pop() if len(found) == 1 else None
