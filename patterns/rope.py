@@ -104,8 +104,10 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
     if node.target not in _ROOTS or not values.is_float(node):
         return None
     found = formula(node, c, findings)
-    if found is None or (values.last_dim(found.x) or 1) % 2:
+    if found is None:
         return None
+    if values.last_dim(found.x) is None:
+        return Miss(KIND, node, "the rotated axis has no static size", place=found.x)
     readings = read(found)
     return _classify(found, readings) if readings is not None else None
 
@@ -136,17 +138,19 @@ def _classify(f: Formula, readings: Readings) -> Match | Miss | None:
     tables = readings.tables
     cos, sin = (0, 1) if all(r is None or r.sign > 0 for r in tables[0]) else (1, 0)
     rope_dim = sum(r is not None for r in tables[cos])
-    own = [r for r in tables[cos][:rope_dim] if r is not None]
-    paired = [r for r in tables[sin][:rope_dim] if r is not None]
-    if not len(own) == len(paired) == rope_dim or any(r.sign < 0 for r in own):
+    head_dim = len(readings.plain)
+    if not rope_dim or rope_dim % 2:
         return None
 
     def miss(message: str, *details: object, matched: int) -> Miss:
         return Miss(KIND, f.root, message, details, place=f.x, matched=matched)
 
-    head_dim = len(readings.plain)
-    if not rope_dim or rope_dim % 2 or readings.plain != (*[None] * rope_dim, *range(rope_dim, head_dim)):
-        return miss("the rotated elements are not the first of their axis", matched=1)
+    if readings.plain != (*[None] * rope_dim, *range(rope_dim, head_dim)):
+        return miss("the rotated elements are not the first of their axis, with the rest passed", matched=1)
+    own = [r for r in tables[cos][:rope_dim] if r is not None]
+    paired = [r for r in tables[sin][:rope_dim] if r is not None]
+    if not len(own) == len(paired) == rope_dim or any(r.sign < 0 for r in own):
+        return None
     pairs = [(a.place, b.place, b.sign) for a, b in zip(own, paired, strict=True)]
     known = {(style, backward): _pairs(style, rope_dim, backward) for style in _STYLES for backward in (False, True)}
     found = next((name for name, wanted in known.items() if pairs == wanted), None)
