@@ -26,8 +26,8 @@ aten = torch.ops.aten
 
 # A formula of more nodes than this is no rotation, and the walk ends.
 _LIMIT = 40
-_ADDITIVE = frozenset({aten.add.Tensor, aten.sub.Tensor})
-_JOINING = frozenset({aten.neg.default, aten.cat.default, aten.stack.default})
+SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+_JOINING = frozenset({aten.neg.default, aten.cat.default, aten.stack.default, aten.roll.default, aten.flip.default})
 _COMPLEX_VIEWS = frozenset({aten.view_as_complex.default, aten.view_as_real.default})
 
 
@@ -99,7 +99,7 @@ def formula(root: fx.Node, c: Canonicaliser, findings: Findings) -> Formula | No
 
 
 def _is_linear(node: fx.Node) -> bool:
-    return node.target in _ADDITIVE or _is_moved(node)
+    return node.target in SUMS or _is_moved(node)
 
 
 def _is_moved(node: fx.Node) -> bool:
@@ -151,16 +151,16 @@ def _tables(
 ) -> dict[fx.Node, fx.Node] | None:
     """The table behind the factor that is not moved from x, for each product; None where a product has no such pair.
 
-    Equal terms are one table, however often the model computes them.
+    Equal terms of one dtype are one table, however often the model computes them.
     """
-    tables: dict[Term, fx.Node] = {}
+    tables: dict[tuple[Term, torch.dtype], fx.Node] = {}
     table_of: dict[fx.Node, fx.Node] = {}
     for product in products:
         others = [factor for factor in _factors(product) if x not in origins[factor]]
         if len(others) != 1:
             return None
         table = values.strip_widening(others[0])
-        table_of[others[0]] = tables.setdefault(c.terms[table], table)
+        table_of[others[0]] = tables.setdefault((c.terms[table], values.dtype(table)), table)
     return table_of
 
 
@@ -186,38 +186,80 @@ def _between(
 # The reading ------------------------------------------------------------------------------------------------------
 
 _CODES = random.Random(20)  # any fixed seed: codes only have to differ
-_MOST_ELEMENTS = 1 << 18
-_SMALL = (2, 3, 5, 7, 11)
+_MOST_ELEMENTS = 1 << 16
+_SMALL = (2, 3, 5, 7, 11, 13, 17)
 # Codes are whole numbers in float64, their products below 2 ** 53, so that all that is computed of them is exact.
 _X_BITS, _TABLE_BITS = 30, 20
 
 
 def read(f: Formula) -> Readings | None:
     """Runs a formula on codes; None where the result is no sum of such products row by row."""
-    for shrink in (True, False):  # static sizes may be written out in the model: then they can't be shrunk
+    for shrink in (True, False):  # static sizes may be a part of the formula: then they can't be shrunk
         shapes = _shapes(f, shrink=shrink)
-        result = _read(f, *shapes) if shapes is not None else None
+        result = _read(f, shapes) if shapes is not None else None
         if result is not None:
             return result
     return None
 
 
-def _shapes(f: Formula, *, shrink: bool) -> tuple[list[int], list[list[int]]] | None:
-    """Small shapes for x and the tables that broadcast as the real ones do."""
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """Shapes for x and the tables that broadcast as the real ones do, and numbers for all symbols."""
+
+    x: list[int]
+    tables: list[list[int]]
+    sizes: Sizes
+
+
+def _shapes(f: Formula, *, shrink: bool) -> _Shapes | None:
+    """Symbols become small numbers, and under `shrink` static sizes do too; never those along which it picks."""
     x_shape = values.shape(f.x)
-    width = static_int(x_shape[-1])
-    if width is None or len(x_shape) > len(_SMALL):
+    static = [static_int(size) for size in x_shape]
+    if static[-1] is None or ((shrink or None in static) and _picks_along_leading_axes(f)):
         return None
     sizes = Sizes(0)
-    small = [
-        prime if shrink and static_int(size) not in (0, 1) else sizes(size)
-        for prime, size in zip(_SMALL, x_shape[:-1], strict=False)
-    ]
+    small: list[int] = sizes(list(x_shape))
+    taken = {number for number, size in zip(small, static, strict=True) if size is None}
+    for axis, size in enumerate(static[:-1]):
+        if shrink and size not in (None, 0, 1):
+            small[axis] = next(prime for prime in _SMALL if prime not in taken)
+            taken.add(small[axis])
     tables = [_table_shape(table, x_shape, small) for table in f.tables]
-    elements = torch.Size([*small, width]).numel()
-    if not 0 < elements <= _MOST_ELEMENTS or tables[0] is None or tables[1] is None:
+    if not 0 < torch.Size(small).numel() <= _MOST_ELEMENTS or tables[0] is None or tables[1] is None:
         return None
-    return [*small, width], [tables[0], tables[1]]
+    return _Shapes(small, [tables[0], tables[1]], sizes)
+
+
+# Where an op that picks elements by number is told its axes.
+_PICKS: Mapping[object, tuple[int, str]] = {
+    aten.slice.Tensor: (1, "dim"),
+    aten.select.int: (1, "dim"),
+    aten.unbind.int: (1, "dim"),
+    aten.split.Tensor: (2, "dim"),
+    aten.split_with_sizes.default: (2, "dim"),
+    aten.chunk.default: (2, "dim"),
+    aten.roll.default: (2, "dims"),
+    aten.flip.default: (1, "dims"),
+}
+_PERMUTATIONS = frozenset({aten.transpose.int, aten.permute.default, aten.t.default})
+
+
+def _picks_along_leading_axes(f: Formula) -> bool:
+    """Whether elements may be picked by number along another axis than x's last: at other sizes, others are picked."""
+    leading = values.shape(f.x)[:-1]
+    for node in f.nodes:
+        if node.target in _PERMUTATIONS:
+            return True
+        if node.target in _PICKS:
+            shape = values.shape(source(node))
+            position, name = _PICKS[node.target]
+            axes = node.args[position] if len(node.args) > position else node.kwargs.get(name, 0)
+            axes = [axes] if isinstance(axes, int) else axes
+            if not axes or any(axis % len(shape) < len(leading) for axis in axes):
+                return True
+            if not values.same_shape(leading, shape[: len(leading)]):
+                return True
+    return False
 
 
 def _table_shape(table: fx.Node, x_shape: tuple[values.Size, ...], small: list[int]) -> list[int] | None:
@@ -240,22 +282,23 @@ def _codes(shape: list[int], bits: int) -> torch.Tensor:
     return torch.tensor(drawn, dtype=torch.float64).view(shape)
 
 
-def _read(f: Formula, x_shape: list[int], table_shapes: list[list[int]]) -> Readings | None:
-    x = _codes(x_shape, _X_BITS)
+def _read(f: Formula, shapes: _Shapes) -> Readings | None:
+    x = _codes(shapes.x, _X_BITS)
     places = {int(code): place for place, code in enumerate(x.flatten().tolist())}
-    zeros = [torch.zeros(shape, dtype=torch.float64) for shape in table_shapes]
-    plain = _evaluate(f, x, zeros)
+    zeros = [torch.zeros(shape, dtype=torch.float64) for shape in shapes.tables]
+    plain = _evaluate(f, x, zeros, shapes.sizes)
     if plain is None or plain.shape != x.shape:
         return None
     through = []
-    for i, shape in enumerate(table_shapes):
+    for i, shape in enumerate(shapes.tables):
         codes = _codes(shape, _TABLE_BITS)
         signs, products = (
-            _evaluate(f, x, [table if j == i else zeros[j] for j in range(2)]) for table in (zeros[i] + 1, codes)
+            _evaluate(f, x, [table if j == i else zeros[j] for j in range(2)], shapes.sizes)
+            for table in (zeros[i] + 1, codes)
         )
         if signs is None or products is None:
             return None
-        columns = codes.expand(*x_shape[:-1], shape[-1])
+        columns = codes.expand(*shapes.x[:-1], shape[-1])
         reads = _decode(signs - plain, products - plain, places, columns)
         if reads is None:
             return None
@@ -264,17 +307,25 @@ def _read(f: Formula, x_shape: list[int], table_shapes: list[list[int]]) -> Read
     return Readings((through[0], through[1]), passed) if passed is not None else None
 
 
-def _evaluate(f: Formula, x: torch.Tensor, tables: list[torch.Tensor]) -> torch.Tensor | None:
+# Ops that are given a shape, which spells out the leading sizes of x.
+_SHAPED = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default})
+
+
+def _evaluate(f: Formula, x: torch.Tensor, tables: list[torch.Tensor], sizes: Sizes) -> torch.Tensor | None:
     """The formula in float64, casts left out; None where a size that it spells out doesn't fit these shapes."""
     by_node = {f.tables[0]: torch.complex(*tables)} if f.is_complex else dict(zip(f.tables, tables, strict=True))
     known: dict[fx.Node, Any] = {f.x: x, **{factor: by_node[table] for factor, table in f.table_of.items()}}
-    sizes = Sizes(0)
+    leading = values.shape(f.x)[:-1]
     for node in f.nodes:
         if values.is_float_cast(node):
             known[node] = known[source(node)]
             continue
         try:
-            known[node] = concrete(node, sizes, known)
+            if node.target in _SHAPED and values.same_shape(leading, values.shape(node)[: len(leading)]):
+                trailing = sizes(values.shape(node)[len(leading) :])
+                known[node] = node.target(known[source(node)], [*x.shape[:-1], *trailing])  # type: ignore[operator]
+            else:
+                known[node] = concrete(node, sizes, known)
         except (RuntimeError, IndexError, ValueError, TypeError):
             return None
     result = known[f.root]

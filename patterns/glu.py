@@ -11,7 +11,7 @@ from torch import fx
 
 from . import values
 from .canonical import Canonicaliser
-from .cone import walk
+from .cone import computes, operand, walk
 from .match import Findings, Match, Miss
 from .term import Call, Term
 
@@ -28,13 +28,15 @@ class Glu:
         activation: "silu", "sigmoid", "gelu", "gelu_tanh" or "relu".
         activation_dtype: type in which the activation is computed.
         activated_dtype: type to which it is rounded before the product.
-        dtype: type of the result.
+        dtype: type of the product.
+        spelled_out: whether silu is written as gate * sigmoid(gate).
     """
 
     activation: str
     activation_dtype: torch.dtype
     activated_dtype: torch.dtype
     dtype: torch.dtype
+    spelled_out: bool
 
     def public(self) -> dict[str, Any]:
         return {"activation": self.activation, "dtype": self.dtype}
@@ -50,9 +52,16 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def reference(gate: torch.Tensor, up: torch.Tensor, p: Glu) -> torch.Tensor:
-    """The unit in plain torch; gate and up are [..., n] of one shape."""
-    activated = _FUNCTIONS[p.activation](gate.to(p.activation_dtype)).to(p.activated_dtype)
-    return (activated * up).to(p.dtype)
+    """The spelling that `p` was read from, in plain torch: equal to it bit for bit in eager execution.
+
+    Args:
+        gate: [..., n].
+        up: likewise.
+        p: a recognised spelling.
+    """
+    gate = gate.to(p.activation_dtype)
+    activated = gate * torch.sigmoid(gate) if p.spelled_out else _FUNCTIONS[p.activation](gate)
+    return activated.to(p.activated_dtype).to(p.dtype) * up.to(p.dtype)
 
 
 def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
@@ -78,8 +87,15 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
         (gate,) = gates
         if not values.same_shape(values.shape(gate), values.shape(up)):
             continue
-        computed = next(n for n in cone.nodes if not values.is_float_cast(n))
-        params = Glu(activation.name, values.dtype(computed), values.dtype(gate_side), values.dtype(node))
+        activated = operand(gate_side)
+        computing = [n for n in cone.nodes if computes(n)]
+        spelled_out = [n.target for n in computing] == [aten.sigmoid.default, aten.mul.Tensor]
+        known = {*activated.roundings, *(computing if spelled_out else computing[-1:])}
+        rounded = any(computes(n) or values.is_rounding(n) for n in cone.nodes if n not in known)
+        dtypes = {values.dtype(n) for n in computing}
+        if rounded or len(activated.roundings) > 1 or len(dtypes) > 1:
+            return Miss(KIND, node, "the activation is rounded on the way, or more than once behind it")
+        params = Glu(activation.name, dtypes.pop(), activated.dtype, values.dtype(node), spelled_out)
         inputs = {"gate": gate, "up": values.strip_widening(up)}
         return Match(KIND, node, inputs, params, (*cone.nodes, node))
     return None

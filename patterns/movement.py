@@ -45,6 +45,7 @@ VIEWS = frozenset(
         aten.detach.default,
     }
 )
+_RESHAPES = frozenset({aten._unsafe_view.default, aten.reshape.default})
 COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default})
 
 _PRIMES = ((5, 7, 11, 13, 17, 19, 23), (29, 31, 37, 41, 43, 47, 53))
@@ -114,7 +115,7 @@ def layout(base: fx.Node, path: Sequence[fx.Node], sizes: Sizes) -> Layout | Non
     for node in path:
         if node.target in COPIES:
             continue
-        target = aten.view.default if node.target is aten._unsafe_view.default else node.target
+        target = aten.view.default if node.target in _RESHAPES else node.target  # one that copies is no view
         try:
             value = target(value, *(sizes(a) for a in node.args[1:]), **node.kwargs)  # type: ignore[operator]
         except (RuntimeError, IndexError, ValueError):

@@ -165,7 +165,8 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
 
 
 def _same_tables(a: Match, b: Match, c: Canonicaliser) -> bool:
-    return all(c.terms[a.inputs[name]] is c.terms[b.inputs[name]] for name in ("cos", "sin"))
+    pairs = [(a.inputs[name], b.inputs[name]) for name in ("cos", "sin")]
+    return all(c.terms[x] is c.terms[y] and values.dtype(x) == values.dtype(y) for x, y in pairs)
 
 
 def _projections(a: _Strand, b: _Strand) -> tuple[Linear, Linear] | None:

@@ -17,9 +17,9 @@ from torch import fx
 
 from . import values
 from .canonical import Canonicaliser
-from .cone import Cone, walk
+from .cone import Cone, Operand, computes, operand, walk
 from .match import Findings, Match, Miss
-from .movement import is_movement, source
+from .movement import source
 from .term import Call, Leaf, Product, Sum, Term, TermPool
 
 KIND = "rms_norm"
@@ -134,12 +134,17 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
     value = c.terms[node]
     if not isinstance(value, Product):
         return None
+    near: Miss | None = None
     for factor, exponent in value.factors:
+        found: Match | Miss | None = None
         if isinstance(factor, Call) and factor.name == BARE and exponent == 1:
-            return _match_weight(node, value, factor, c)
-        if exponent == -0.5:
-            return _match_scale(node, value, factor, c)
-    return None
+            found = _match_weight(node, value, factor, c)
+        elif exponent == -0.5:
+            found = _match_scale(node, value, factor, c)
+        if isinstance(found, Match):
+            return found
+        near = found or near
+    return near
 
 
 def _match_cast(node: fx.Node, findings: Findings) -> Match | None:
@@ -255,33 +260,6 @@ def _read(node: fx.Node, formula: _Formula, c: Canonicaliser) -> Match | Miss | 
     return Match(KIND, node, inputs, params, cone.nodes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Operand:
-    """An operand of a product: the node that computes it, and the casts on the way that round it."""
-
-    node: fx.Node
-    roundings: tuple[fx.Node, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return values.dtype((*self.roundings, self.node)[0])
-
-
-def _operand(node: fx.Node) -> _Operand:
-    roundings = []
-    while not _computes(node):
-        below = source(node)
-        if values.is_rounding(node):
-            roundings.append(node)
-        node = below
-    return _Operand(node, tuple(roundings))
-
-
-def _computes(node: fx.Node) -> bool:
-    times_one = node.target is aten.mul.Tensor and node.args[1] == 1  # 1 / x is reciprocal(x) * 1
-    return not (values.is_float_cast(node) or is_movement(node) or times_one)
-
-
 def _params(node: fx.Node, formula: _Formula, cone: Cone, hidden_size: int, c: Canonicaliser) -> RmsNorm | None:
     """The roundings and the order of one spelling, or None where `reference` could not repeat it.
 
@@ -293,19 +271,19 @@ def _params(node: fx.Node, formula: _Formula, cone: Cone, hidden_size: int, c: C
     scaling, weighting = (product, node) if order == "normed * weight" else (node, product)
     scale_terms = (c.pool.power(formula.scale, -0.5), c.pool.power(formula.scale, 0.5))
     scaled_at = product if order == "x * (scale * weight)" else scaling
-    scale = next((_operand(n) for n in scaled_at.all_input_nodes if c.terms[n] in scale_terms), None)
+    scale = next((operand(n) for n in scaled_at.all_input_nodes if c.terms[n] in scale_terms), None)
     root = _root(scale.node) if scale is not None else None
     if scale is None or root is None or (root == "x / sqrt") != (scaled_at.target is aten.div.Tensor):
         return None
     statistics = _statistics(scale.node, cone, hidden_size)
-    offsets = [n for n in cone.nodes if _computes(n) and formula.offset and c.terms[n] is _factor(formula, c.pool)]
-    operands = [_operand(n) for n in node.all_input_nodes]
-    normed = next((o for o in operands if o.node is product), None) if node is not product else _Operand(node, ())
+    offsets = [n for n in cone.nodes if computes(n) and formula.offset and c.terms[n] is _factor(formula, c.pool)]
+    operands = [operand(n) for n in node.all_input_nodes]
+    normed = next((o for o in operands if o.node is product), None) if node is not product else Operand(node, ())
     if statistics is None or normed is None or len(offsets) != bool(formula.offset):
         return None
     roundings = (*scale.roundings, *(normed.roundings if order == "normed * weight" else ()))
     known = {*statistics, *offsets, product, node, *roundings}
-    unknown = any(_computes(n) or values.is_rounding(n) for n in cone.nodes if n not in known)
+    unknown = any(computes(n) or values.is_rounding(n) for n in cone.nodes if n not in known)
     if unknown or len(scale.roundings) > 1 or len(normed.roundings) > 1:
         return None
     return RmsNorm(
@@ -349,7 +327,7 @@ def _order(formula: _Formula, cone: Cone, c: Canonicaliser) -> tuple[Order | Non
 def _root(node: fx.Node) -> Root | None:
     """How the scale is spelled, by the node that computes it."""
     if node.target is aten.reciprocal.default:
-        below = _operand(source(node))
+        below = operand(source(node))
         return "1 / sqrt" if not below.roundings and _root(below.node) == "x / sqrt" else None
     exponent = node.args[1] if node.target is aten.pow.Tensor_Scalar else None
     if node.target is aten.sqrt.default or exponent == 0.5:
@@ -361,7 +339,7 @@ def _statistics(root: fx.Node, cone: Cone, hidden_size: int) -> tuple[fx.Node, .
     """The nodes that compute the scale, from the square up to `root`; None where they are not those of `reference`."""
     below = walk(root, lambda n: n not in cone.nodes)
     assert below is not None  # it is a part of the cone
-    computing = tuple(n for n in below.nodes if _computes(n))
+    computing = tuple(n for n in below.nodes if computes(n))
     steps = Counter(_step(n) for n in computing)
     divided = all(n.args[1] == hidden_size for n in computing if _step(n) == "division")
     known = steps["square"] == steps["mean"] + steps["sum"] == 1 and steps["sum"] == steps["division"] and divided

@@ -16,10 +16,9 @@ import torch
 from torch import fx
 
 from . import values
-from .bilinear import Formula, Read, Readings, formula, read
+from .bilinear import SUMS, Formula, Read, Readings, formula, read
 from .canonical import Canonicaliser
 from .match import Findings, Match, Miss
-from .movement import source
 
 KIND = "rope"
 aten = torch.ops.aten
@@ -78,7 +77,7 @@ def reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, p: Rope) ->
     else:
         y = _rotate(rotated, cos, sin, p)
     y = y.to(p.dtype)
-    return torch.cat((y, passed.expand(*y.shape[:-1], -1)), -1) if passed.shape[-1] else y
+    return torch.cat((y, passed.to(p.dtype).expand(*y.shape[:-1], -1)), -1) if passed.shape[-1] else y
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, p: Rope) -> torch.Tensor:
@@ -127,8 +126,8 @@ _ROOTS = frozenset(
 def _match_cast(node: fx.Node, findings: Findings) -> Match | None:
     (below,) = node.all_input_nodes
     inner = findings.at(KIND, below)
-    if inner is None or values.is_widening(values.dtype(below), values.dtype(node)):
-        return None
+    if inner is None or not values.is_rounding(node) or any(map(values.is_rounding, inner.claimed)):
+        return None  # no cast, or the second one, whose roundings would add up
     assert isinstance(inner.params, Rope)
     return Match(KIND, node, inner.inputs, replace(inner.params, dtype=values.dtype(node)), (*inner.claimed, node))
 
@@ -149,7 +148,7 @@ def _classify(f: Formula, readings: Readings) -> Match | Miss | None:
         return miss("the rotated elements are not the first of their axis, with the rest passed", matched=1)
     own = [r for r in tables[cos][:rope_dim] if r is not None]
     paired = [r for r in tables[sin][:rope_dim] if r is not None]
-    if not len(own) == len(paired) == rope_dim or any(r.sign < 0 for r in own):
+    if not len(own) == len(paired) == rope_dim or any(r.sign < 0 for r in own) or any(tables[sin][rope_dim:]):
         return None
     pairs = [(a.place, b.place, b.sign) for a, b in zip(own, paired, strict=True)]
     known = {(style, backward): _pairs(style, rope_dim, backward) for style in _STYLES for backward in (False, True)}
@@ -166,12 +165,10 @@ def _classify(f: Formula, readings: Readings) -> Match | Miss | None:
     if table_dim is None or not widths_agree or not _columns(own) == _columns(paired) == columns:
         message = "the columns of cos and sin ({} and {} wide) are read in an order that is not known"
         return miss(message, values.last_dim(f.tables[cos]), values.last_dim(f.tables[sin]), matched=3)
-    compute_dtypes = {values.dtype(p).to_real() for p in f.products}
-    if len(compute_dtypes) != 1 or any(_rounds(n) for n in f.nodes if n is not f.root):
+    compute_dtype = _compute_dtype(f)
+    if compute_dtype is None:
         return miss("a part of the rotation is rounded before the parts are added up", matched=4)
-    params = Rope(
-        style, backward, head_dim, rope_dim, table_dim, f.is_complex, compute_dtypes.pop(), values.dtype(f.root)
-    )
+    params = Rope(style, backward, head_dim, rope_dim, table_dim, f.is_complex, compute_dtype, values.dtype(f.root))
     inputs = {"x": values.strip_widening(f.x), "cos": f.tables[cos], "sin": f.tables[sin]}
     return Match(KIND, f.root, inputs, params, f.nodes)
 
@@ -204,5 +201,15 @@ def _shown(own: int, paired: int, sign: int) -> str:
     return f"x[{own}] * cos {'+' if sign > 0 else '-'} x[{paired}] * sin"
 
 
-def _rounds(node: fx.Node) -> bool:
-    return values.is_float_cast(node) and not values.is_widening(values.dtype(source(node)), values.dtype(node))
+def _compute_dtype(f: Formula) -> torch.dtype | None:
+    """The type of all products and sums, where only their results are rounded, and to the type of the root."""
+    computing = {n for n in f.nodes if n in f.products or n.target in SUMS}
+    before = set(computing)
+    for node in reversed(f.nodes):
+        if node in before:
+            before.update(node.all_input_nodes)
+    dtypes = {values.dtype(n).to_real() for n in computing}
+    rounding = [n for n in f.nodes if values.is_rounding(n)]
+    if len(dtypes) > 1 or any(n in before or values.dtype(n) != values.dtype(f.root) for n in rounding):
+        return None
+    return dtypes.pop()
