@@ -49,6 +49,7 @@ class Rewriter:
         self.placeholders = list(self.graph.find_nodes(op="placeholder"))
         self.fake_mode = self._fake_mode()
         self.shared: dict[Hashable, fx.Node] = {}
+        self.packed: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._symbols = self._symbol_nodes()
 

@@ -20,7 +20,6 @@ from . import values
 from .canonical import Canonicaliser
 from .match import Findings
 from .movement import Sizes, concrete, is_movement, source
-from .term import Term
 
 aten = torch.ops.aten
 
@@ -151,16 +150,16 @@ def _tables(
 ) -> dict[fx.Node, fx.Node] | None:
     """The table behind the factor that is not moved from x, for each product; None where a product has no such pair.
 
-    Equal terms of one dtype are one table, however often the model computes them.
+    Equal values are one table, however often the model computes them.
     """
-    tables: dict[tuple[Term, torch.dtype], fx.Node] = {}
+    tables: dict[int, fx.Node] = {}
     table_of: dict[fx.Node, fx.Node] = {}
     for product in products:
         others = [factor for factor in _factors(product) if x not in origins[factor]]
         if len(others) != 1:
             return None
         table = values.strip_widening(others[0])
-        table_of[others[0]] = tables.setdefault((c.terms[table], values.dtype(table)), table)
+        table_of[others[0]] = tables.setdefault(c.numbers[table], table)
     return table_of
 
 
@@ -252,14 +251,18 @@ def _picks_along_leading_axes(f: Formula) -> bool:
             return True
         if node.target in _PICKS:
             shape = values.shape(source(node))
-            position, name = _PICKS[node.target]
-            axes = node.args[position] if len(node.args) > position else node.kwargs.get(name, 0)
-            axes = [axes] if isinstance(axes, int) else axes
+            axes = _picked_axes(node)
             if not axes or any(axis % len(shape) < len(leading) for axis in axes):
                 return True
             if not values.same_shape(leading, shape[: len(leading)]):
                 return True
     return False
+
+
+def _picked_axes(node: fx.Node) -> list[int]:
+    position, name = _PICKS[node.target]
+    axes: Any = node.args[position] if len(node.args) > position else node.kwargs.get(name, 0)
+    return [axes] if isinstance(axes, int) else list(axes)
 
 
 def _table_shape(table: fx.Node, x_shape: tuple[values.Size, ...], small: list[int]) -> list[int] | None:
@@ -323,7 +326,7 @@ def _evaluate(f: Formula, x: torch.Tensor, tables: list[torch.Tensor], sizes: Si
         try:
             if node.target in _SHAPED and values.same_shape(leading, values.shape(node)[: len(leading)]):
                 trailing = sizes(values.shape(node)[len(leading) :])
-                known[node] = node.target(known[source(node)], [*x.shape[:-1], *trailing])  # type: ignore[operator]
+                known[node] = node.target(known[source(node)], [*x.shape[:-1], *trailing])
             else:
                 known[node] = concrete(node, sizes, known)
         except (RuntimeError, IndexError, ValueError, TypeError):

@@ -20,14 +20,22 @@ aten = torch.ops.aten
 
 
 class Canonicaliser:
-    """Terms of the nodes of one graph, filled in graph order by `visit`."""
+    """What the nodes of one graph are, filled in graph order by `visit`.
+
+    Attributes:
+        terms: the term of each node: equal for values that are equal but for rounding and for axes of one in front.
+        numbers: the number of each node: equal only for nodes that compute the same value by the same ops, bit for bit.
+    """
 
     def __init__(self, pool: TermPool) -> None:
         self.pool = pool
         self.terms: dict[fx.Node, Term] = {}
+        self.numbers: dict[fx.Node, int] = {}
+        self._known: dict[Hashable, int] = {}
 
     def visit(self, node: fx.Node) -> Term:
-        """Computes and keeps the term of a node whose inputs have been visited."""
+        """Computes and keeps the term and the number of a node whose inputs have been visited."""
+        self.numbers[node] = self._number(node)
         term = self.terms[node] = self._term(node)
         self._forget_written(node)
         return term
@@ -46,6 +54,12 @@ class Canonicaliser:
         for other in self.terms:
             if _storage(other) in written - {None}:
                 self.terms[other] = self.pool.call("written", self.pool.leaf(node), self.pool.leaf(other))
+                self.numbers[other] = self._known.setdefault((node, other), len(self._known))
+
+    def _number(self, node: fx.Node) -> int:
+        computed = node.op == "call_function" and is_functional(node)
+        key: Hashable = (node.target, _hashable((node.args, node.kwargs), self.numbers)) if computed else node
+        return self._known.setdefault(key, len(self._known))
 
     def of(self, value: object) -> Term:
         """The term of an argument: a visited node or a number."""
@@ -53,7 +67,7 @@ class Canonicaliser:
             return self.terms[value]
         if isinstance(value, (int, float)):
             return self.pool.number(value)
-        return self.pool.call("argument", _hashable(value, self.terms))
+        return self.pool.call("argument", _hashable(value, self.numbers))
 
     def _term(self, node: fx.Node) -> Term:
         if node.op != "call_function":
@@ -65,8 +79,7 @@ class Canonicaliser:
                 return term
         if not is_functional(node):
             return self.pool.leaf(node)
-        arguments = _hashable((node.args, node.kwargs), self.terms)
-        return self.pool.call(str(node.target), arguments)
+        return self.pool.call(str(node.target), self.numbers[node])
 
 
 def _storage(value: object) -> int | None:
@@ -89,15 +102,15 @@ _PYTHON_FUNCTIONS = frozenset(
 )
 
 
-def _hashable(value: object, terms: Mapping[fx.Node, Term]) -> Hashable:
+def _hashable(value: object, numbers: Mapping[fx.Node, int]) -> Hashable:
     if isinstance(value, fx.Node):
-        return terms[value]
+        return ("value", numbers[value])
     if isinstance(value, (list, tuple)):
-        return tuple(_hashable(v, terms) for v in value)
+        return tuple(_hashable(v, numbers) for v in value)
     if isinstance(value, dict):
-        return tuple((k, _hashable(v, terms)) for k, v in sorted(value.items()))
+        return tuple((k, _hashable(v, numbers)) for k, v in sorted(value.items()))
     if isinstance(value, slice):
-        return ("slice", *(_hashable(v, terms) for v in (value.start, value.stop, value.step)))
+        return ("slice", *(_hashable(v, numbers) for v in (value.start, value.stop, value.step)))
     if isinstance(value, (bool, int, float)):
         return (type(value).__name__, value)  # 1, 1.0 and True are equal in Python, and are different arguments
     return value if isinstance(value, Hashable) else repr(value)

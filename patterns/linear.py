@@ -55,6 +55,8 @@ def _transposed(weight: object) -> fx.Node | None:
 def _linear(node: fx.Node, x: object, weight: object, bias: object) -> Linear | None:
     if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or len(values.shape(weight)) != 2:
         return None
-    if bias is not None and (not isinstance(bias, fx.Node) or len(values.shape(bias)) != 1):
+    if bias is not None and not (
+        isinstance(bias, fx.Node) and values.same_shape(values.shape(bias), values.shape(weight)[:1])
+    ):
         return None
     return Linear(node, x, weight, bias)

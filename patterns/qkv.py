@@ -166,7 +166,7 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
 
 def _same_tables(a: Match, b: Match, c: Canonicaliser) -> bool:
     pairs = [(a.inputs[name], b.inputs[name]) for name in ("cos", "sin")]
-    return all(c.terms[x] is c.terms[y] and values.dtype(x) == values.dtype(y) for x, y in pairs)
+    return all(c.numbers[x] == c.numbers[y] for x, y in pairs)
 
 
 def _projections(a: _Strand, b: _Strand) -> tuple[Linear, Linear] | None:

@@ -176,6 +176,9 @@ def _match_scale(node: fx.Node, value: Product, scale: Term, c: Canonicaliser) -
     """x * (mean(x ** 2) + eps) ** -0.5 [* weight], written out."""
     pool = c.pool
     parts, eps = pool.addends(scale)
+    if len(parts) == 2 and any(isinstance(part, Call) and part.name == "mean" for part in parts):
+        message = "what is added to the mean is no constant (under dynamic=True a float that is passed in is none)"
+        return Miss(KIND, node, message, place=scale, matched=1)
     if len(parts) != 1:
         return None
     ((mean, factor),) = parts.items()

@@ -73,9 +73,20 @@ def can_pack(weights: Sequence[torch.Tensor]) -> bool:
     if any(isinstance(weight, FakeTensor) for weight in weights):
         return True  # they have no storage, and stand for parameters that have one each
     count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None or not all(isinstance(weight, torch.nn.Parameter) for weight in weights):
+    if count is None or not all(map(_is_ordinary, weights)):
         return False
     storages = [weight.untyped_storage() for weight in weights]
     users = Counter(storage._cdata for storage in storages)
     # The count includes one for the Python object of each storage, which `storages` holds.
     return len(set(weights)) == len(weights) and all(count(s._cdata) - 1 == users[s._cdata] for s in storages)
+
+
+def _is_ordinary(weight: torch.Tensor) -> bool:
+    """True for a parameter in memory of its own: not shared between processes, or mapped from a file."""
+    storage = weight.untyped_storage()
+    return (
+        isinstance(weight, torch.nn.Parameter)
+        and not weight.is_inference()  # has no version counter that a moved tensor could share
+        and not storage.is_shared()
+        and storage.filename is None
+    )

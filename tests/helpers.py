@@ -76,7 +76,9 @@ class _RecordingBackend(Backend):
         self.graphs: list[tuple[fx.GraphModule, fx.GraphModule]] = []
         self.inputs: list[tuple[Any, ...]] = []
 
-    def _optimised(self, module: fx.GraphModule, parameters: Mapping[int, torch.Tensor], target: Target) -> fx.GraphModule:
+    def _optimised(
+        self, module: fx.GraphModule, parameters: Mapping[int, torch.Tensor], target: Target
+    ) -> fx.GraphModule:
         optimised = super()._optimised(module, parameters, target)
         self.graphs.append((module, optimised))
         forward = optimised.forward
@@ -89,9 +91,7 @@ class _RecordingBackend(Backend):
         return optimised
 
 
-def compiled(
-    function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None, **settings: Any
-) -> Compiled:
+def compiled(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None, **settings: Any) -> Compiled:
     """Compiles one call without gradients, with internal failures raised; the call must give one graph."""
     torch._dynamo.reset()
     backend = _RecordingBackend(**settings)

@@ -13,6 +13,7 @@ from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
 from ..rewriter import Edit, Refused
 from .packing import packed_projection, projections
+from .precision import refuse_other_precision
 
 aten = torch.ops.aten
 
@@ -24,12 +25,15 @@ def lower(match: Match, edit: Edit) -> OpContract:
     if p.activation != "silu":
         raise Refused(f"its activation is {p.activation}; npu_swiglu computes silu")
     contract = CONTRACTS["npu::npu_swiglu"]
+    refuse_other_precision(p.dtype, p.activation_dtype, p.activated_dtype)
     gate, up = (edit.current(match.inputs[name]) for name in ("gate", "up"))
     gate_up = _halves(gate, up)
     if gate_up is None:
         parts = projections((gate, up))
         if parts is None:
             raise Refused("gate and up are neither halves of one tensor nor projections of one x")
+        if any(part.node.users.keys() - {*match.claimed} for part in parts):
+            raise Refused("gate or up is used elsewhere too, so that its own matmul would stay")
         gate_up = packed_projection(parts, edit)
     if p.dtype.itemsize < 4 and p.activated_dtype == p.dtype:
         edit.note(f"the op rounds once; the model rounds silu(gate) to {p.dtype} before the product")

@@ -51,6 +51,11 @@ def _packed(weights: Sequence[fx.Node], edit: Edit) -> fx.Node:
             raise Refused(f"a weight of its projections is not contiguous: strides {tuple(value.stride())}")
     if len({values.dtype(weight) for weight in weights}) > 1:
         raise Refused("the weights of its projections have different types")
+    for weight in weights:
+        packed = edit.rewriter.packed.get(weight)
+        if packed is not None and packed != tuple(weights):
+            raise Refused("a weight of its projections is packed with others already")
     if not can_pack([parameters[weight] for weight in weights]):
         raise Refused("the weights of its projections share their storage with something else, and can't be moved")
+    edit.rewriter.packed.update(dict.fromkeys(weights, tuple(weights)))
     return edit.call(pack, list(weights), shaped_as=torch.cat)

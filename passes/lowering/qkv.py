@@ -17,7 +17,8 @@ from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import static_int
 from ..rewriter import Edit, Refused
 from .packing import packed_projection, projections
-from .rms_norm import note_statistics, vector
+from .precision import refuse_other_precision
+from .rms_norm import norm_steps, note_statistics, vector
 from .rope import refuse_backward, table_part
 
 aten = torch.ops.aten
@@ -36,9 +37,9 @@ def lower(match: Match, edit: Edit) -> OpContract:
     source = edit.current(match.inputs["projection" if p.style == "fused" else "q"])
     if p.rope.dtype != values.dtype(source):
         raise Refused(f"q and k are {p.rope.dtype} after the rotation, the projection is {values.dtype(source)}")
-    for node in match.claimed:
-        if values.is_float_cast(node) and values.dtype(node).itemsize < p.rope.dtype.itemsize:
-            raise Refused(f"the model rounds to {values.dtype(node)} on the way, the op does not")
+    roundings = [values.dtype(node) for node in match.claimed if values.is_rounding(node)]
+    steps = (*roundings, p.rope.compute_dtype, *(norm_steps(norm) if norm is not None else ()))
+    refuse_other_precision(p.rope.dtype, *steps)
     projection = source
     if p.style == "separate":
         parts = projections([match.inputs[name] for name in ("q", "k", "v")])

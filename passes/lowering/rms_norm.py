@@ -12,6 +12,7 @@ from ...patterns.rms_norm import RmsNorm
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
 from ..rewriter import Edit, Refused, inverse, row_order
+from .precision import refuse_other_precision
 
 
 def lower(match: Match, edit: Edit) -> OpContract:
@@ -64,8 +65,15 @@ def lower_add(match: Match, edit: Edit) -> OpContract:
 
 
 def _check_dtype(p: RmsNorm, x: fx.Node) -> None:
+    refuse_other_precision(p.dtype, *norm_steps(p))
     if p.dtype != values.dtype(x):
         raise Refused(f"its result is {p.dtype} for an x of {values.dtype(x)}; the op gives the type of x")
+
+
+def norm_steps(p: RmsNorm) -> tuple[torch.dtype, ...]:
+    """The types that a norm goes through."""
+    weighted = (p.weighted_dtype,) if p.weight else ()
+    return (p.statistics_dtype, p.scale_dtype, p.scaled_dtype, p.normed_dtype, *weighted)
 
 
 def note_statistics(p: RmsNorm, edit: Edit) -> None:

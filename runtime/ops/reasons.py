@@ -10,7 +10,7 @@ from typing import ParamSpec
 
 import torch
 
-from ..sizes import Size, is_contiguous, known_equal
+from ..sizes import Size, is_contiguous, known_equal, known_true
 
 __all__ = [
     "FLOATS",
@@ -69,9 +69,11 @@ def rank_between(name: str, tensor: torch.Tensor, low: int, high: int) -> Iterat
 
 
 def emptiness(name: str, tensor: torch.Tensor) -> Iterator[str]:
-    """The tensor is not known to be empty."""
+    """The tensor is known to have elements; an unbacked size may always turn out to be 0."""
     if any(known_equal(size, 0) for size in tensor.shape):
         yield f"{name} {shape_text(tensor.shape)} is empty, which the kernel does not take"
+    elif not all(known_true(size > 0) for size in tensor.shape):
+        yield f"{name} {shape_text(tensor.shape)} may be empty, which the kernel does not take"
 
 
 def contiguity(name: str, tensor: torch.Tensor) -> Iterator[str]:

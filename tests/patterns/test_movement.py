@@ -39,7 +39,10 @@ def read(cut: Cut, *shape: int, dynamic: bool = False) -> HeadLayout | None:
 
 CUTS: dict[str, tuple[Cut, HeadLayout]] = {
     "nothing": (lambda x: x.clone(), HeadLayout(0, 1, WIDTH, (0, 1, "dim"))),
-    "split, view": (lambda x: x.split([32, 16, 16], -1)[0].view(B, S, Q, D), HeadLayout(0, Q, D, (0, 1, "head", "dim"))),
+    "split, view": (
+        lambda x: x.split([32, 16, 16], -1)[0].view(B, S, Q, D),
+        HeadLayout(0, Q, D, (0, 1, "head", "dim")),
+    ),
     "slice, view": (lambda x: x[..., 32:48].view(B, S, K, D), HeadLayout(32, K, D, (0, 1, "head", "dim"))),
     "slice, unflatten": (lambda x: x[..., 48:].unflatten(-1, (-1, D)), HeadLayout(48, K, D, (0, 1, "head", "dim"))),
     "narrow, transpose": (
@@ -102,7 +105,10 @@ DYNAMIC: dict[str, tuple[Cut, HeadLayout]] = {
         lambda x: x[..., 32:48].unflatten(-1, (-1, D)).transpose(1, 2),
         HeadLayout(32, K, D, (0, "head", 1, "dim")),
     ),
-    "tokens in one": (lambda x: x.view(-1, WIDTH)[:, :32].view(-1, Q, D), HeadLayout(0, Q, D, ("tokens", "head", "dim"))),
+    "tokens in one": (
+        lambda x: x.view(-1, WIDTH)[:, :32].view(-1, Q, D),
+        HeadLayout(0, Q, D, ("tokens", "head", "dim")),
+    ),
     "sequence first": (lambda x: x.transpose(0, 1)[..., :D], HeadLayout(0, 1, D, (1, 0, "dim"))),
 }
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import Compiled, compiled, repeats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import Compiled, compiled, repeats
 from npu_fuse.patterns import rope
 
 Tensor = torch.Tensor

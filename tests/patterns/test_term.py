@@ -76,7 +76,7 @@ ONE_TERM: dict[str, list[Function]] = {
         lambda x, y: (x * y).half(),
         lambda x, y: x.clone() * y.detach().contiguous(),
     ],
-    "an op that is not known": [lambda x, y: torch.cumsum(x, 1), lambda x, y: torch.cumsum(x.double(), 1)],
+    "an op that is not known": [lambda x, y: torch.cumsum(x, 1), lambda x, y: x.cumsum(dim=1)],
 }
 
 
@@ -253,5 +253,7 @@ def test_a_term_has_the_value_of_its_formula(formula: object) -> None:
         term, expected = build(formula)
         actual = value(term, leaves)
     except (ZeroDivisionError, OverflowError):
+        return
+    if isinstance(expected, complex):  # no number over the reals
         return
     assert actual == pytest.approx(expected, rel=1e-9, abs=1e-9)

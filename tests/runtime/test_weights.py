@@ -1,13 +1,14 @@
 """Packed weights are never stale, take no memory twice, and cut no one off."""
 
 import copy
+import pathlib
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from npu_fuse.runtime.weights import pack
+from npu_fuse.runtime.weights import can_pack, pack
 
 
 def parameters(*rows: int, columns: int = 4, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -129,3 +130,28 @@ def test_biases_are_packed_alike() -> None:
     wanted = torch.cat([b.detach() for b in biases])
     assert torch.equal(pack(biases), wanted)
     assert torch.equal(pack(biases), wanted)
+
+
+def test_weights_made_under_inference_mode_are_left_alone() -> None:
+    with torch.inference_mode():
+        weights = parameters(4, 2)
+        for _ in range(2):
+            with pytest.warns(UserWarning, match="can't be moved"):
+                assert torch.equal(pack(weights), torch.cat(weights))
+        assert weights[0].sum().isfinite()
+
+
+def test_weights_in_shared_memory_stay_there() -> None:
+    weights = parameters(4, 2)
+    for weight in weights:
+        weight.share_memory_()
+    assert not can_pack(weights)
+    with pytest.warns(UserWarning, match="can't be moved"):
+        pack(weights)
+    assert all(weight.is_shared() for weight in weights)
+
+
+def test_weights_that_are_mapped_from_a_file_stay_there(tmp_path: pathlib.Path) -> None:
+    torch.save([w.detach() for w in parameters(4, 2)], tmp_path / "weights")
+    loaded = torch.load(tmp_path / "weights", mmap=True)
+    assert not can_pack([nn.Parameter(tensor) for tensor in loaded])

@@ -164,3 +164,30 @@ def test_one_projection_called_twice_is_not_packed_with_itself() -> None:
     assert not found.report.ops
     with torch.no_grad():
         assert torch.equal(found.output, model(x))
+
+
+def test_weights_are_packed_in_one_order_a_graph() -> None:
+    model = Separate()
+
+    def both_ways(x: torch.Tensor) -> torch.Tensor:
+        return F.silu(model.gate(x)) * model.up(x) + F.silu(model.up(x)) * model.gate(x)
+
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        wanted = both_ways(x)
+    found = compiled(both_ways, x)
+    assert found.report.ops == {"npu::npu_swiglu": 1}
+    assert any("packed with others already" in (site.reason or "") for site in found.report.sites)
+    torch.testing.assert_close(found.output, wanted)
+
+
+def test_a_gate_that_is_used_elsewhere_keeps_its_matmul() -> None:
+    model = Separate()
+
+    def used_raw(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gate, up = model.gate(x), model.up(x)
+        return F.silu(gate) * up, gate
+
+    found = compiled(used_raw, torch.randn(3, 16))
+    assert not found.report.ops
+    assert "used elsewhere too" in found.report.sites[0].reason
