@@ -202,11 +202,11 @@ def _heads(node: fx.Node, a: _Strand, b: _Strand) -> tuple[Head, Head] | Miss:
 
 
 def _fused(node: fx.Node, a: _Strand, b: _Strand) -> Match | Miss | None:
-    """q and k cut from one tensor: the one whose columns come first is q."""
+    """q and k cut from one tensor. The wider one is q; of two of one width, the one whose columns come first."""
     heads = _heads(node, a, b)
     if isinstance(heads, Miss):
         return heads
-    if heads[0].layout.column > heads[1].layout.column:
+    if (heads[0].layout.width, -heads[0].layout.column) < (heads[1].layout.width, -heads[1].layout.column):
         (a, b), heads = (b, a), heads[::-1]
     return _match(node, "fused", a, b, heads, {"projection": a.base})
 
