@@ -8,7 +8,7 @@ order of the multiplications and the casts between them, is read off the nodes a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -242,7 +242,7 @@ def _read(node: fx.Node, formula: _Formula, c: Canonicaliser) -> Match | Miss | 
     cone = walk(node, lambda n: c.terms[n] in (formula.x, formula.weight))
     if cone is None or any(c.terms[n] not in (formula.x, formula.weight) for n in cone.inputs):
         return None
-    x_nodes = {values.strip_widening(n) for n in cone.inputs if c.terms[n] is formula.x}
+    x_nodes = _distinct((n for n in cone.inputs if c.terms[n] is formula.x), c)
     if len(x_nodes) != 1:
         return miss("x is rounded between the statistics and the scaling")
     (x,) = x_nodes
@@ -253,14 +253,22 @@ def _read(node: fx.Node, formula: _Formula, c: Canonicaliser) -> Match | Miss | 
         return miss("the result has another shape than x")
     inputs = {"x": x}
     if formula.weight is not None:
-        weights = {values.strip_widening(n) for n in cone.inputs if c.terms[n] is formula.weight}
-        if len(weights) != 1 or not values.is_vector(next(iter(weights)), hidden_size):
+        weights = _distinct((n for n in cone.inputs if c.terms[n] is formula.weight), c)
+        if len(weights) != 1 or not values.is_vector(weights[0], hidden_size):
             return None  # no weight but a gate, or a factor per token: the norm below stands on its own
         (inputs["weight"],) = weights
     params = _params(node, formula, cone, hidden_size, c)
     if params is None:
         return miss("its roundings, or the order of its products, are not known")
     return Match(KIND, node, inputs, params, cone.nodes)
+
+
+def _distinct(nodes: Iterable[fx.Node], c: Canonicaliser) -> list[fx.Node]:
+    """The values of nodes in their narrowest type, each once, at the first node that computes it."""
+    first: dict[int, fx.Node] = {}
+    for node in sorted(map(values.strip_widening, nodes)):
+        first.setdefault(c.numbers[node], node)
+    return list(first.values())
 
 
 def _params(node: fx.Node, formula: _Formula, cone: Cone, hidden_size: int, c: Canonicaliser) -> RmsNorm | None:

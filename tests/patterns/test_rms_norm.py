@@ -118,6 +118,16 @@ def test_a_weight_may_serve_two_norms_and_a_norm_two_weights() -> None:
     assert all(repeats(reference, match, found.values(), "x", "weight") for match in matches)
 
 
+def test_x_and_weight_may_be_computed_twice_alike() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        mean = x.transpose(0, 1).float().pow(2).mean(-1, keepdim=True)
+        return (x.transpose(0, 1) * torch.rsqrt(mean + EPS)).to(x.dtype) * w.view(1, SIZE)
+
+    found = compiled(function, *tensors(BF16, BF16))
+    (match,) = matches_of_outputs(found)
+    assert repeats(reference, match, found.values(), "x", "weight")
+
+
 def test_a_gate_behind_the_norm_is_no_weight() -> None:
     def gated(x: torch.Tensor, w: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return spellings.WEIGHTED["llama"](x, w) * torch.nn.functional.silu(gate.float())
