@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from ..patterns import values
 from ..patterns.movement import Sizes
 from ..runtime.ops.contract import OpContract
-from ..runtime.sizes import is_contiguous, known_equal, static_int
+from ..runtime.sizes import Size, is_contiguous, known_equal, static_int
 from ..runtime.target import Target
 from .effects import is_pure, regions
 
@@ -78,7 +78,7 @@ class Rewriter:
         """Whether a node is still in the graph."""
         return not node._erased
 
-    def size(self, size: values.Size, like: fx.Node, dim: int) -> int | fx.Node:
+    def size(self, size: Size, like: fx.Node, dim: int) -> int | fx.Node:
         """A size as an argument: its number, or the node that holds it (of axis `dim` of `like`)."""
         static = static_int(size)
         if static is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..runtime.sizes import known_equal, static_int
+from ..runtime.sizes import Size, known_equal, static_int
 from . import values
 from .canonical import Canonicaliser
 from .match import Findings
@@ -265,7 +265,7 @@ def _picked_axes(node: fx.Node) -> list[int]:
     return [axes] if isinstance(axes, int) else list(axes)
 
 
-def _table_shape(table: fx.Node, x_shape: tuple[values.Size, ...], small: list[int]) -> list[int] | None:
+def _table_shape(table: fx.Node, x_shape: tuple[Size, ...], small: list[int]) -> list[int] | None:
     """The shape of a table, shrunk as x is."""
     shape = values.shape(table)
     width = static_int(shape[-1]) if shape else None

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ..runtime.sizes import known_equal, static_int
+from ..runtime.sizes import Size, known_same_shape, static_int
 
 aten = torch.ops.aten
-Size = int | torch.SymInt
 
 
 def tensor(node: object) -> torch.Tensor | None:
@@ -45,7 +44,7 @@ def is_float(node: object) -> bool:
 
 def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
     """True where two shapes are known to be equal under every binding of their symbols."""
-    return len(a) == len(b) and all(known_equal(x, y) for x, y in zip(a, b, strict=True))
+    return known_same_shape(a, b)
 
 
 def last_dim(node: fx.Node) -> int | None:
