@@ -7,14 +7,14 @@ where an NPU is, so nothing is imported before a kernel runs.
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from ..target import package_version
+from ..target import Target, package_version
 
-__all__ = ["SglFunction"]
+__all__ = ["SglFunction", "package"]
 
 _Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -44,6 +44,16 @@ class SglFunction:
         """
         by_place = dict(zip(self.parameters[: len(args)], args, strict=True))
         return _checked(self)(**by_place, **kwargs)
+
+
+def package(target: Target, feature: str, since: str) -> Iterator[str]:
+    """The package is there where its kernels are to run, and has a feature that came with version `since`."""
+    if target.device == "cpu":
+        return
+    if "sgl_kernel_npu" not in target.packages:
+        yield "sgl_kernel_npu, which has the kernel, can't be imported"
+    if target.has_older("sgl_kernel_npu", since):
+        yield f"sgl_kernel_npu {target.packages['sgl_kernel_npu']} has no {feature}, {since} brought it"
 
 
 @functools.cache

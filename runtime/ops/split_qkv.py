@@ -3,21 +3,28 @@
     q, k, v = split(input)
     h = head * (mean(head^2) + eps)^-1/2 * weight + bias      for each head of q and k; h = head without eps
     h[:rope_dim] = h[:rope_dim] * cos + rotate(h[:rope_dim]) * sin
-
-sgl_kernel_npu has it as a Python function that launches a Triton kernel, no torch op; the op around it is ours.
 """
 
 from collections.abc import Iterator
 
 import torch
 
-from ..sizes import known_equal, static_int
 from ..target import Target
 from .contract import OpContract
-from .layout import row_major
-from .reasons import contiguity, dtype_among, dtype_name, first_reason, raise_first, rank_between, shape_text
+from .packed_qkv import (
+    head_sizes,
+    norm_of_heads,
+    normed,
+    packed_heads,
+    packed_rows,
+    rotated,
+    split_rows,
+    token_rows,
+    unified_buffer,
+)
+from .reasons import dtype_name, first_reason, raise_first
 from .rotary import rotate_half, rotate_interleaved
-from .sgl_kernel import SglFunction
+from .sgl_kernel import SglFunction, package
 
 __all__ = ["SPLIT_QKV_RMSNORM_ROPE"]
 
@@ -26,84 +33,6 @@ _NAME = "sgl_kernel_npu::split_qkv_rmsnorm_rope"
 # The first release with is_neox_style, and the first that stays in float32 between norm and rotation.
 _NEOX_FLAG_SINCE = "2026.05.01.post3"
 _FLOAT32_SINCE = "2026.6.0"
-
-# One tile holds all q heads of a kv head in float32 and lives in the unified buffer, 192 KiB on an ascend910b.
-_TILE_BYTES_LIMIT = 192 * 1024
-
-
-def _geometry(input: torch.Tensor, q_hidden_size: int, kv_hidden_size: int, head_dim: int) -> Iterator[str]:
-    yield from dtype_among("input", input)
-    yield from rank_between("input", input, 2, 2)
-    for name, size in (
-        ("q_hidden_size", q_hidden_size),
-        ("kv_hidden_size", kv_hidden_size),
-        ("head_dim", head_dim),
-    ):
-        if (static := static_int(size)) is None:
-            yield f"{name} {size} is not static (the kernel is compiled for it)"
-        elif static <= 0:
-            yield f"{name} is {static}, not positive"
-    if head_dim & (head_dim - 1):
-        yield f"head_dim {head_dim} is no power of two (the kernel tiles by it)"
-    if q_hidden_size % kv_hidden_size:
-        yield f"q_hidden_size {q_hidden_size} is no multiple of kv_hidden_size {kv_hidden_size}"
-    if kv_hidden_size % head_dim:
-        yield f"kv_hidden_size {kv_hidden_size} is no multiple of head_dim {head_dim}"
-    width = q_hidden_size + 2 * kv_hidden_size
-    if not known_equal(input.shape[1], width):
-        yield (
-            f"input is {input.shape[1]} wide, not q_hidden_size + 2 * kv_hidden_size ="
-            f" {q_hidden_size} + 2 * {kv_hidden_size} = {width}"
-        )
-    yield from contiguity("input", input)
-
-
-def _rotation(input: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor, head_dim: int) -> Iterator[str]:
-    for name, rows in (("sin", sin), ("cos", cos)):
-        yield from dtype_among(name, rows)
-        if not rows.dim():
-            yield f"{name} has no dims (its last one is rope_dim)"
-        rope_dim = static_int(rows.shape[-1])
-        if rope_dim is None:
-            yield f"the last dim {rows.shape[-1]} of {name} is not static"
-        elif not 0 < rope_dim <= head_dim:
-            yield f"rope_dim {rope_dim} of {name} is not in 1 to head_dim {head_dim}"
-        elif rope_dim % 2:
-            yield f"rope_dim {rope_dim} of {name} is odd (the kernel rotates pairs)"
-        elif not known_equal(rows.numel(), input.shape[0] * rope_dim):
-            yield (
-                f"{name} {shape_text(rows.shape)} has {rows.numel()} elements, not one row of {rope_dim}"
-                f" for each of {input.shape[0]} tokens"
-            )
-        yield from contiguity(name, rows)
-    if not known_equal(sin.shape[-1], cos.shape[-1]):
-        yield f"sin is {sin.shape[-1]} wide but cos is {cos.shape[-1]}"
-
-
-def _norm(
-    head_dim: int,
-    eps: float | None,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    q_bias: torch.Tensor | None,
-    k_bias: torch.Tensor | None,
-) -> Iterator[str]:
-    parameters = {"q_weight": q_weight, "k_weight": k_weight, "q_bias": q_bias, "k_bias": k_bias}
-    given = {name: parameter for name, parameter in parameters.items() if parameter is not None}
-    if eps is None and given:
-        yield f"{', '.join(given)} given without eps (the kernel would ignore them)"
-    if eps is not None:
-        for name in ("q_weight", "k_weight"):
-            if name not in given:
-                yield f"eps is given without {name} (the kernel would read a null pointer)"
-        if (q_bias is None) != (k_bias is None):
-            there, missing = ("q_bias", "k_bias") if k_bias is None else ("k_bias", "q_bias")
-            yield f"{there} is given without {missing} (the kernel reads both or none)"
-    for name, parameter in given.items():
-        yield from dtype_among(name, parameter)
-        if parameter.dim() != 1 or not known_equal(parameter.shape[0], head_dim):
-            yield f"{name} is {shape_text(parameter.shape)}, not [head_dim] = [{head_dim}]"
-        yield from contiguity(name, parameter)
 
 
 def _invalid(
@@ -119,19 +48,18 @@ def _invalid(
     q_bias: torch.Tensor | None,
     k_bias: torch.Tensor | None,
 ) -> Iterator[str]:
-    yield from _geometry(input, q_hidden_size, kv_hidden_size, head_dim)
-    yield from _rotation(input, sin, cos, head_dim)
-    yield from _norm(head_dim, eps, q_weight, k_weight, q_bias, k_bias)
+    yield from head_sizes(q_hidden_size, kv_hidden_size, head_dim)
+    width = q_hidden_size + 2 * kv_hidden_size
+    formula = f"q_hidden_size + 2 * kv_hidden_size = {q_hidden_size} + 2 * {kv_hidden_size}"
+    yield from packed_rows("input", input, width, formula)
+    yield from token_rows(input.shape[0], head_dim, sin=sin, cos=cos)
+    yield from norm_of_heads(head_dim, eps, q_weight, k_weight, q_bias, k_bias)
 
 
 def _package(target: Target, input: torch.Tensor, eps: float | None) -> Iterator[str]:
-    if target.device == "cpu":
-        return
-    if "sgl_kernel_npu" not in target.packages:
-        yield "sgl_kernel_npu, which has the kernel, can't be imported"
-    if target.has_older("sgl_kernel_npu", _NEOX_FLAG_SINCE):
-        yield f"sgl_kernel_npu {target.packages['sgl_kernel_npu']} has no is_neox_style, {_NEOX_FLAG_SINCE} brought it"
-    if eps is not None and input.dtype != torch.bfloat16 and target.has_older("sgl_kernel_npu", _FLOAT32_SINCE):
+    yield from package(target, "is_neox_style", _NEOX_FLAG_SINCE)
+    rounds = target.device == "npu" and target.has_older("sgl_kernel_npu", _FLOAT32_SINCE)
+    if eps is not None and input.dtype != torch.bfloat16 and rounds:
         yield (
             f"sgl_kernel_npu {target.packages['sgl_kernel_npu']} rounds normed {dtype_name(input.dtype)} heads to"
             f" bfloat16; {_FLOAT32_SINCE} and later do not"
@@ -157,12 +85,8 @@ def _refuse(
     yield from _invalid(
         input, sin, cos, q_hidden_size, kv_hidden_size, head_dim, eps, q_weight, k_weight, q_bias, k_bias
     )
-    tile_bytes = q_hidden_size // kv_hidden_size * head_dim * 4
-    if tile_bytes > _TILE_BYTES_LIMIT:
-        yield (
-            f"{q_hidden_size // kv_hidden_size} q heads of head_dim {head_dim} for one kv head take {tile_bytes} bytes"
-            f" in float32 (the kernel's buffer holds {_TILE_BYTES_LIMIT})"
-        )
+    group = q_hidden_size // kv_hidden_size
+    yield from unified_buffer(f"{group} q heads of head_dim {head_dim} for one kv head", group * head_dim)
     yield from _package(target, input, eps)
 
 
@@ -221,24 +145,17 @@ def split_qkv_rmsnorm_rope_reference(
     rotate = rotate_half if is_neox_style else rotate_interleaved
 
     def normed_and_rotated(
-        packed: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+        heads: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        heads = packed.reshape(tokens, packed.shape[-1] // head_dim, head_dim).float()
-        if eps is not None:
-            heads = heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + eps)
-        if weight is not None:
-            heads = heads * weight.float()
-        if bias is not None:
-            heads = heads + bias.float()
-        rotated, passed = heads[..., :rope_dim], heads[..., rope_dim:]
-        rotated = rotate(rotated) * wide_sin + rotated * wide_cos
-        return row_major(torch.cat((rotated, passed), dim=-1).flatten(-2).to(input.dtype))
+        if eps is not None and weight is not None:
+            heads = normed(heads, eps, weight, bias)
+        return packed_heads(rotated(heads, wide_cos, wide_sin, rotate), input.dtype)
 
-    q, k, v = torch.split(input, [q_hidden_size, kv_hidden_size, kv_hidden_size], dim=-1)
+    q, k, v = split_rows(input, head_dim, q_hidden_size, kv_hidden_size, kv_hidden_size)
     return (
         normed_and_rotated(q, q_weight, q_bias),
         normed_and_rotated(k, k_weight, k_bias),
-        v.clone(memory_format=torch.contiguous_format),
+        packed_heads(v, input.dtype),
     )
 
 
