@@ -4,6 +4,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from .contract import OpContract
+from .norm_quant import (
+    NPU_ADD_RMS_NORM_CAST,
+    NPU_ADD_RMS_NORM_DYNAMIC_QUANT,
+    NPU_ADD_RMS_NORM_QUANT,
+    NPU_RMS_NORM_QUANT,
+)
+from .quantize import NPU_DYNAMIC_QUANT, NPU_QUANTIZE
 from .rms_norm import NPU_ADD_RMS_NORM, NPU_GEMMA_RMS_NORM, NPU_RMS_NORM
 from .rotary import NPU_ROTARY_MUL
 from .split_qkv import SPLIT_QKV_RMSNORM_ROPE
@@ -16,6 +23,12 @@ _ALL = (
     NPU_RMS_NORM,
     NPU_GEMMA_RMS_NORM,
     NPU_ADD_RMS_NORM,
+    NPU_ADD_RMS_NORM_CAST,
+    NPU_ADD_RMS_NORM_QUANT,
+    NPU_ADD_RMS_NORM_DYNAMIC_QUANT,
+    NPU_RMS_NORM_QUANT,
+    NPU_QUANTIZE,
+    NPU_DYNAMIC_QUANT,
     NPU_ROTARY_MUL,
     NPU_SWIGLU,
 )
