@@ -8,6 +8,13 @@ from .contract import OpContract
 from .gelu import NPU_FAST_GELU, NPU_GEGLU
 from .group_norm_silu import NPU_GROUP_NORM_SILU
 from .moe_gating import NPU_MOE_GATING_TOP_K, NPU_MOE_GATING_TOP_K_SOFTMAX
+from .norm_quant import (
+    NPU_ADD_RMS_NORM_CAST,
+    NPU_ADD_RMS_NORM_DYNAMIC_QUANT,
+    NPU_ADD_RMS_NORM_QUANT,
+    NPU_RMS_NORM_QUANT,
+)
+from .quantize import NPU_DYNAMIC_QUANT, NPU_QUANTIZE
 from .rms_norm import NPU_ADD_RMS_NORM, NPU_GEMMA_RMS_NORM, NPU_RMS_NORM
 from .rotary import NPU_ROTARY_MUL
 from .split_qkv import SPLIT_QKV_RMSNORM_ROPE
@@ -21,6 +28,12 @@ _ALL = (
     NPU_RMS_NORM,
     NPU_GEMMA_RMS_NORM,
     NPU_ADD_RMS_NORM,
+    NPU_ADD_RMS_NORM_CAST,
+    NPU_ADD_RMS_NORM_QUANT,
+    NPU_ADD_RMS_NORM_DYNAMIC_QUANT,
+    NPU_RMS_NORM_QUANT,
+    NPU_QUANTIZE,
+    NPU_DYNAMIC_QUANT,
     NPU_ROTARY_MUL,
     NPU_SWIGLU,
     NPU_CLIPPED_SWIGLU,

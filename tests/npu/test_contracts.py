@@ -72,9 +72,117 @@ CALLS: Mapping[str, Sequence[Call]] = {
     ],
 }
 
+# Calls whose tensors differ in dtype: shape and dtype of each, by the schema's names. All are legal calls.
+HALF, BRAIN, FLOAT, CHAR, INT = torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int32
+MixedCall = tuple[Mapping[str, tuple[Sequence[int], torch.dtype]], Mapping[str, object]]
+MIXED_CALLS: Mapping[str, Sequence[MixedCall]] = {
+    "npu::npu_mrope": [
+        (
+            {
+                "positions": ([5], torch.int64),
+                "query": ([5, 256], BRAIN),
+                "key": ([5, 64], BRAIN),
+                "cos_sin_cache": ([9, 32], BRAIN),
+            },
+            {"head_size": 64},
+        ),
+        (
+            {
+                "positions": ([3, 5], torch.int64),
+                "query": ([5, 256], FLOAT),
+                "key": ([5, 128], FLOAT),
+                "cos_sin_cache": ([9, 128], FLOAT),
+            },
+            {"head_size": 128, "mrope_section": [16, 24, 24], "rotary_mode": "interleave"},
+        ),
+    ],
+    "npu::npu_interleave_rope": [
+        (
+            {"x": ([2, 4, 5, 64], dtype), "cos": ([2, 1, tokens, 64], dtype), "sin": ([2, 1, tokens, 64], dtype)},
+            {},
+        )
+        for dtype in (HALF, BRAIN)
+        for tokens in (5, 1)
+    ],
+    "npu::npu_add_rms_norm_cast": [
+        ({"x1": ([3, 16], HALF), "x2": ([3, 16], HALF), "gamma": ([16], HALF)}, {}),
+        ({"x1": ([2, 3, 16], BRAIN), "x2": ([2, 3, 16], BRAIN), "gamma": ([3, 16], BRAIN)}, {"epsilon": 1e-5}),
+    ],
+    # Without scales2 their y2 has x1's shape all the same, and so has ours.
+    "npu::npu_add_rms_norm_quant": [
+        (
+            {"x1": ([3, 16], HALF), "x2": ([3, 16], HALF), "gamma": ([16], HALF), "scales1": ([16], FLOAT)},
+            {"zero_points1": None},
+        ),
+        (
+            {
+                "x1": ([2, 3, 16], BRAIN),
+                "x2": ([2, 3, 16], BRAIN),
+                "gamma": ([16], BRAIN),
+                "scales1": ([16], BRAIN),
+                "zero_points1": ([16], BRAIN),
+            },
+            {"epsilon": 1e-5, "dst_type": 1},
+        ),
+    ],
+    "npu::npu_add_rms_norm_dynamic_quant": [
+        ({"x1": ([3, 16], HALF), "x2": ([3, 16], HALF), "gamma": ([16], HALF)}, {}),
+        (
+            {
+                "x1": ([2, 3, 16], BRAIN),
+                "x2": ([2, 3, 16], BRAIN),
+                "gamma": ([16], BRAIN),
+                "smooth_scale1": ([16], BRAIN),
+            },
+            {"output_mask": [True, False], "y_dtype": 1},
+        ),
+        (
+            {
+                "x1": ([3, 16], HALF),
+                "x2": ([3, 16], HALF),
+                "gamma": ([16], HALF),
+                "smooth_scale1": ([16], HALF),
+                "smooth_scale2": ([16], HALF),
+            },
+            {},
+        ),
+        (
+            {"x1": ([3, 16], HALF), "x2": ([3, 16], HALF), "gamma": ([16], HALF), "smooth_scale2": ([16], HALF)},
+            {"output_mask": [False, True]},
+        ),
+    ],
+    "npu::npu_rms_norm_quant": [
+        (
+            {
+                "x": ([2, 3, 16], dtype),
+                "gamma": ([16], dtype),
+                "beta": ([16], dtype),
+                "scale": ([1], dtype),
+                "offset": ([1], CHAR),
+            },
+            {},
+        )
+        for dtype in (HALF, BRAIN)
+    ],
+    "npu::npu_quantize": [
+        ({"input": ([3, 16], BRAIN), "scales": ([16], FLOAT)}, {"zero_points": None, "dtype": 12, "axis": -1}),
+        ({"input": ([3, 4, 16], FLOAT), "scales": ([4], FLOAT), "zero_points": ([4], INT)}, {"dtype": 13}),
+        ({"input": ([3, 16], HALF), "scales": ([1], FLOAT), "zero_points": ([1], CHAR)}, {"dtype": 3}),
+        (
+            {"input": ([3, 16], HALF), "scales": ([16], HALF), "zero_points": ([16], HALF)},
+            {"dtype": 1, "axis": -1, "div_mode": False},
+        ),
+    ],
+    "npu::npu_dynamic_quant": [
+        ({"input": ([3, 16], HALF)}, {}),
+        ({"input": ([2, 3, 16], BRAIN), "smooth_scales": ([16], BRAIN)}, {"dst_type": 1}),
+    ],
+}
+
 
 def test_every_contract_has_calls() -> None:
-    assert CALLS.keys() == NPU_CONTRACTS.keys() == HAVE_THEIR_META
+    assert CALLS.keys().isdisjoint(MIXED_CALLS)
+    assert CALLS.keys() | MIXED_CALLS.keys() == NPU_CONTRACTS.keys() == HAVE_THEIR_META
 
 
 @pytest.mark.parametrize("contract", NPU_CONTRACTS.values(), ids=NPU_CONTRACTS)
@@ -96,6 +204,23 @@ def test_the_fake_kernel_agrees_with_their_meta_kernel(
         theirs = contract.op(*tensors, **rest)
         ours = contract.fake(*tensors, **rest)
         assert contract.refusal(Target(), *tensors, **rest) is None
+    assert described(ours) == described(theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "rest"),
+    [(name, tensors, rest) for name, calls in MIXED_CALLS.items() for tensors, rest in calls],
+)
+def test_so_it_does_where_tensors_differ_in_dtype(
+    name: str, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], rest: Mapping[str, object]
+) -> None:
+    contract = NPU_CONTRACTS[name]
+    with FakeTensorMode():
+        fakes = {key: torch.empty(shape, dtype=dtype, device="npu") for key, (shape, dtype) in tensors.items()}
+        arguments = contract.bind(**fakes, **rest)
+        theirs = contract.op(**arguments)
+        ours = contract.fake(**arguments)
+        assert contract.refusal(Target(), **arguments) is None
     assert described(ours) == described(theirs)
 
 
