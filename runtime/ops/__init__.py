@@ -5,9 +5,12 @@ from types import MappingProxyType
 
 from .clipped_swiglu import NPU_CLIPPED_SWIGLU
 from .contract import OpContract
+from .fused_rope_qk import FUSED_ROPE_QK_MQA
 from .gelu import NPU_FAST_GELU, NPU_GEGLU
 from .group_norm_silu import NPU_GROUP_NORM_SILU
+from .interleave_rope import NPU_INTERLEAVE_ROPE
 from .moe_gating import NPU_MOE_GATING_TOP_K, NPU_MOE_GATING_TOP_K_SOFTMAX
+from .mrope import NPU_MROPE
 from .norm_quant import (
     NPU_ADD_RMS_NORM_CAST,
     NPU_ADD_RMS_NORM_DYNAMIC_QUANT,
@@ -18,6 +21,10 @@ from .quantize import NPU_DYNAMIC_QUANT, NPU_QUANTIZE
 from .rms_norm import NPU_ADD_RMS_NORM, NPU_GEMMA_RMS_NORM, NPU_RMS_NORM
 from .rotary import NPU_ROTARY_MUL
 from .split_qkv import SPLIT_QKV_RMSNORM_ROPE
+from .split_qkv_mrope import TRITON_SPLIT_QKV_RMSNORM_MROPE
+from .split_qkv_pos_cache import SPLIT_QKV_RMSNORM_ROPE_POS_CACHE_HALF
+from .split_qkv_tp import SPLIT_QKV_TP_RMSNORM_ROPE
+from .split_qkvgate import SPLIT_QKVGATE_GEMMA_RMSNORM_ROPE
 from .swiglu import NPU_SWIGLU
 from .transpose_batchmatmul import NPU_TRANSPOSE_BATCHMATMUL
 
@@ -25,6 +32,11 @@ __all__ = ["CONTRACTS", "OpContract"]
 
 _ALL = (
     SPLIT_QKV_RMSNORM_ROPE,
+    SPLIT_QKV_RMSNORM_ROPE_POS_CACHE_HALF,
+    SPLIT_QKV_TP_RMSNORM_ROPE,
+    SPLIT_QKVGATE_GEMMA_RMSNORM_ROPE,
+    TRITON_SPLIT_QKV_RMSNORM_MROPE,
+    FUSED_ROPE_QK_MQA,
     NPU_RMS_NORM,
     NPU_GEMMA_RMS_NORM,
     NPU_ADD_RMS_NORM,
@@ -35,6 +47,8 @@ _ALL = (
     NPU_QUANTIZE,
     NPU_DYNAMIC_QUANT,
     NPU_ROTARY_MUL,
+    NPU_MROPE,
+    NPU_INTERLEAVE_ROPE,
     NPU_SWIGLU,
     NPU_CLIPPED_SWIGLU,
     NPU_FAST_GELU,

@@ -1,4 +1,4 @@
-"""What the kernels have in common that split rows [q | k | v] and norm and rotate q and k: their limits and their maths.
+"""What the kernels that split rows [q | k | v] and norm and rotate q and k have in common: their limits and maths.
 
 sgl_kernel_npu has them as Python functions that launch Triton kernels, no torch ops; the ops around them are ours.
 """
@@ -132,7 +132,7 @@ def split_rows(input: torch.Tensor, head_dim: int, *widths: int) -> tuple[torch.
     """The columns of each row, cut by `widths`, as heads [T, heads, head_dim] in float32."""
     return tuple(
         columns.reshape(input.shape[0], width // head_dim, head_dim).float()
-        for columns, width in zip(input.split(widths, dim=-1), widths, strict=True)
+        for columns, width in zip(torch.split(input, list(widths), dim=-1), widths, strict=True)
     )
 
 

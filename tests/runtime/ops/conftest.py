@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from npu_fuse.runtime.ops import OpContract
 from npu_fuse.runtime.ops.register import register
 from npu_fuse.runtime.target import Target
 
@@ -72,3 +73,35 @@ def assert_same_layout() -> Callable[..., None]:
         assert given.isdisjoint(t.untyped_storage().data_ptr() for t in real if t.numel())
 
     return check
+
+
+@pytest.fixture(scope="session")
+def assert_border() -> Callable[..., None]:
+    """Just outside of a limit a call is refused with the reason and raises it; just inside it is allowed and runs."""
+
+    def check(contract: OpContract, outside: dict[str, object], reason: str, inside: dict[str, object]) -> None:
+        assert reason in str(contract.refusal(Target(), **outside))
+        assert contract.refusal(Target(), **inside) is None
+        with pytest.raises(ValueError, match=f"{contract.name}: ") as raised:
+            contract.op(**outside)
+        assert reason in str(raised.value)
+        contract.op(**inside)
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def pairs_turned() -> Callable[..., torch.Tensor]:
+    """The first columns of heads [T, heads, head_dim] turned pair by pair in float64, by cos and sin [T, pairs]."""
+
+    def turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox_style: bool = True) -> torch.Tensor:
+        heads, cos, sin = heads.double(), cos.double(), sin.double()
+        out = heads.clone()
+        for pair in range(cos.shape[-1]):
+            a, b = (pair, pair + cos.shape[-1]) if is_neox_style else (2 * pair, 2 * pair + 1)
+            c, s = cos[:, None, pair], sin[:, None, pair]
+            out[..., a] = heads[..., a] * c - heads[..., b] * s
+            out[..., b] = heads[..., b] * c + heads[..., a] * s
+        return out
+
+    return turned
