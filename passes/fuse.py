@@ -18,7 +18,7 @@ def fuse(rewriter: Rewriter, findings: Findings, options: Options) -> list[Site]
     Returns:
         A site for each match and near miss, in graph order.
     """
-    matches = sorted((m for found in findings.matches.values() for m in found.values()), key=lambda m: m.node)
+    matches = findings.all()
     misses = findings.near_misses()
     order = {node: i for i, node in enumerate(rewriter.graph.nodes)}
     placed: list[tuple[int, Site]] = [(order[miss.node], _missed(miss)) for miss in misses]
@@ -41,7 +41,7 @@ def fuse(rewriter: Rewriter, findings: Findings, options: Options) -> list[Site]
             else:
                 _lowered(site, contract.name, edit.notes)
                 for part in match.parts:
-                    if not rewriter.is_alive(part.node):
+                    if part in sites and not rewriter.is_alive(part.node):
                         _lowered(sites[part], contract.name)
     _settle(sites)
     return [site for _, site in sorted(placed, key=lambda item: item[0])]

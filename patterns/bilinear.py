@@ -27,6 +27,9 @@ aten = torch.ops.aten
 _LIMIT = 40
 SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 _JOINING = frozenset({aten.neg.default, aten.cat.default, aten.stack.default, aten.roll.default, aten.flip.default})
+# A result that is written piece by piece: the pieces are put into memory that holds nothing yet.
+_WRITES = frozenset({aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default})
+_UNWRITTEN = frozenset({aten.empty_like.default, aten.new_empty.default, aten.empty.memory_format})
 _COMPLEX_VIEWS = frozenset({aten.view_as_complex.default, aten.view_as_real.default})
 
 
@@ -37,7 +40,7 @@ class Formula:
     Args:
         root: its result.
         x: the tensor of which every product has one factor.
-        tables: the two other factors; the same node twice where it is complex.
+        tables: the two to four other factors; the same node twice where it is complex.
         table_of: the table that each factor of a product is.
         products: the products.
         nodes: all nodes from x and the tables up to the root, in graph order.
@@ -45,7 +48,7 @@ class Formula:
 
     root: fx.Node
     x: fx.Node
-    tables: tuple[fx.Node, fx.Node]
+    tables: tuple[fx.Node, ...]
     table_of: Mapping[fx.Node, fx.Node]
     products: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
@@ -68,7 +71,7 @@ class Read:
 class Readings:
     """What each element along the last axis reads through each table, and which one it reads as it is."""
 
-    tables: tuple[tuple[Read | None, ...], tuple[Read | None, ...]]
+    tables: tuple[tuple[Read | None, ...], ...]
     plain: tuple[int | None, ...]
 
 
@@ -80,8 +83,8 @@ def formula(root: fx.Node, c: Canonicaliser, findings: Findings) -> Formula | No
     products = _products(root, findings)
     if products is None:
         return None
-    origins = {factor: _moved_from(factor) for product in products for factor in _factors(product)}
-    shared = set().union(*(origins[factor] for factor in _factors(products[0])))
+    origins = {factor: _moved_from(factor) for product in products for factor in tensor_inputs(product)}
+    shared = set().union(*(origins[factor] for factor in tensor_inputs(products[0])))
     for x in sorted(shared, reverse=True):
         if values.tensor(x) is None or not values.same_shape(values.shape(x), values.shape(root)):
             continue
@@ -92,25 +95,32 @@ def formula(root: fx.Node, c: Canonicaliser, findings: Findings) -> Formula | No
         if len(tables) == 1 and values.is_complex(tables[0]):
             tables *= 2
         nodes = _between(root, x, products, table_of)
-        if len(tables) == 2 and nodes is not None:
-            return Formula(root, x, (tables[0], tables[1]), table_of, products, nodes)
+        if 2 <= len(tables) <= 4 and nodes is not None:
+            return Formula(root, x, tuple(tables), table_of, products, nodes)
     return None
 
 
 def _is_linear(node: fx.Node) -> bool:
-    return node.target in SUMS or _is_moved(node)
+    return node.target in SUMS or node.target in _UNWRITTEN or _is_moved(node)
 
 
 def _is_moved(node: fx.Node) -> bool:
     """True for a node that only moves, negates or casts the elements of its inputs."""
     return (
-        node.target in _JOINING or node.target in _COMPLEX_VIEWS or is_movement(node) or values.is_float_cast(node)
+        node.target in _JOINING
+        or node.target in _WRITES
+        or node.target in _COMPLEX_VIEWS
+        or is_movement(node)
+        or values.is_float_cast(node)
     )
 
 
-def _factors(node: fx.Node) -> list[fx.Node]:
-    """The inputs of a node that are no sizes."""
-    return [n for n in node.all_input_nodes if not isinstance(n.meta.get("val"), torch.SymInt)]
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node whose elements it reads: no sizes, and nothing that is overwritten as a whole."""
+    if node.target in _UNWRITTEN:
+        return []
+    inputs = node.all_input_nodes if node.target is not aten.copy.default else node.all_input_nodes[1:]
+    return [n for n in inputs if not isinstance(n.meta.get("val"), torch.SymInt)]
 
 
 def _products(root: fx.Node, findings: Findings) -> tuple[fx.Node, ...] | None:
@@ -123,10 +133,10 @@ def _products(root: fx.Node, findings: Findings) -> tuple[fx.Node, ...] | None:
         if node in seen or findings.at("rms_norm", node) is not None:
             continue
         seen.add(node)
-        if node.target is aten.mul.Tensor and len(_factors(node)) == 2:
+        if node.target is aten.mul.Tensor and len(tensor_inputs(node)) == 2:
             products.add(node)
         elif _is_linear(node):
-            pending.extend(_factors(node))
+            pending.extend(tensor_inputs(node))
         if len(seen) > _LIMIT:
             return None
     enough = len(products) >= 2 or any(map(values.is_complex, products))
@@ -141,7 +151,7 @@ def _moved_from(node: fx.Node) -> set[fx.Node]:
         current = pending.pop()
         if current not in seen:
             seen.add(current)
-            pending.extend(_factors(current) if _is_moved(current) else ())
+            pending.extend(tensor_inputs(current) if _is_moved(current) else ())
     return seen
 
 
@@ -155,7 +165,7 @@ def _tables(
     tables: dict[int, fx.Node] = {}
     table_of: dict[fx.Node, fx.Node] = {}
     for product in products:
-        others = [factor for factor in _factors(product) if x not in origins[factor]]
+        others = [factor for factor in tensor_inputs(product) if x not in origins[factor]]
         if len(others) != 1:
             return None
         table = values.strip_widening(others[0])
@@ -178,7 +188,7 @@ def _between(
         if not _is_linear(node) and node not in taken:
             return None
         nodes.add(node)
-        pending.extend(_factors(node))
+        pending.extend(tensor_inputs(node))
     return tuple(sorted(nodes))
 
 
@@ -224,9 +234,10 @@ def _shapes(f: Formula, *, shrink: bool) -> _Shapes | None:
             small[axis] = next(prime for prime in _SMALL if prime not in taken)
             taken.add(small[axis])
     tables = [_table_shape(table, x_shape, small) for table in f.tables]
-    if not 0 < torch.Size(small).numel() <= _MOST_ELEMENTS or tables[0] is None or tables[1] is None:
+    whole = [shape for shape in tables if shape is not None]
+    if not 0 < torch.Size(small).numel() <= _MOST_ELEMENTS or len(whole) < len(tables):
         return None
-    return _Shapes(small, [tables[0], tables[1]], sizes)
+    return _Shapes(small, whole, sizes)
 
 
 # Where an op that picks elements by number is told its axes.
@@ -239,6 +250,8 @@ _PICKS: Mapping[object, tuple[int, str]] = {
     aten.chunk.default: (2, "dim"),
     aten.roll.default: (2, "dims"),
     aten.flip.default: (1, "dims"),
+    aten.slice_scatter.default: (2, "dim"),
+    aten.select_scatter.default: (2, "dim"),
 }
 _PERMUTATIONS = frozenset({aten.transpose.int, aten.permute.default, aten.t.default})
 
@@ -296,7 +309,7 @@ def _read(f: Formula, shapes: _Shapes) -> Readings | None:
     for i, shape in enumerate(shapes.tables):
         codes = _codes(shape, _TABLE_BITS)
         signs, products = (
-            _evaluate(f, x, [table if j == i else zeros[j] for j in range(2)], shapes.sizes)
+            _evaluate(f, x, [table if j == i else zero for j, zero in enumerate(zeros)], shapes.sizes)
             for table in (zeros[i] + 1, codes)
         )
         if signs is None or products is None:
@@ -307,7 +320,7 @@ def _read(f: Formula, shapes: _Shapes) -> Readings | None:
             return None
         through.append(reads)
     passed = _decode_plain(plain, places)
-    return Readings((through[0], through[1]), passed) if passed is not None else None
+    return Readings(tuple(through), passed) if passed is not None else None
 
 
 # Ops that are given a shape, which spells out the leading sizes of x.
@@ -322,6 +335,12 @@ def _evaluate(f: Formula, x: torch.Tensor, tables: list[torch.Tensor], sizes: Si
     for node in f.nodes:
         if values.is_float_cast(node):
             known[node] = known[source(node)]
+            continue
+        if node.target in _UNWRITTEN:  # what is left of it in the result is no number
+            known[node] = torch.full_like(x, torch.nan)
+            continue
+        if node.target is aten.copy.default:
+            known[node] = known[tensor_inputs(node)[0]]
             continue
         try:
             if node.target in _SHAPED and values.same_shape(leading, values.shape(node)[: len(leading)]):

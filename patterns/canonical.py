@@ -153,6 +153,13 @@ def _rsub(c: Canonicaliser, node: fx.Node) -> Term | None:
     return c.pool.add(c.of(node.args[1]), c.of(node.args[0]), -1.0)
 
 
+def _addcmul(c: Canonicaliser, node: fx.Node) -> Term | None:
+    if not _float_operands(node):
+        return None
+    product = c.pool.mul(c.of(node.args[1]), c.of(node.args[2]))
+    return c.pool.add(c.of(node.args[0]), product, node.kwargs.get("value", 1))  # type: ignore[arg-type]  # a number
+
+
 def _mul(c: Canonicaliser, node: fx.Node) -> Term | None:
     return c.pool.mul(c.of(node.args[0]), c.of(node.args[1])) if _float_operands(node) else None
 
@@ -248,15 +255,20 @@ def _unsqueezed(pool: TermPool, term: Term, dim: int) -> Term | None:
 
 
 def _view(c: Canonicaliser, node: fx.Node) -> Term | None:
-    """A view that keeps the shape, or puts axes of size one in front, keeps the value under broadcasting."""
+    """A view that keeps the shape, or adds axes of size one, keeps the value under broadcasting."""
     source = node.args[0]
     if not isinstance(source, fx.Node) or not values.is_float(source):
         return None
     before, after = values.shape(source), values.shape(node)
     added = len(after) - len(before)
-    if added < 0 or not values.same_shape(before, after[added:]):
+    if added < 0:
         return None
-    return c.of(source) if all(static_int(size) == 1 for size in after[:added]) else None
+    if values.same_shape(before, after[added:]) and all(static_int(size) == 1 for size in after[:added]):
+        return c.of(source)
+    for axis in range(1, len(after)) if added == 1 else ():
+        if static_int(after[axis]) == 1 and values.same_shape(before, (*after[:axis], *after[axis + 1 :])):
+            return _unsqueezed(c.pool, c.of(source), axis - len(after))
+    return None
 
 
 def _activation(name: str) -> OpRule:
@@ -279,7 +291,7 @@ RULES: Mapping[Any, OpRule] = {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.reshape.default: _view,
-    aten.expand.default: _view,
+    aten.expand.default: _same,
     aten.unsqueeze.default: _unsqueeze,
     aten.add.Tensor: _scaled_add(1.0),
     aten.add.Scalar: _scaled_add(1.0),
@@ -287,6 +299,7 @@ RULES: Mapping[Any, OpRule] = {
     aten.sub.Scalar: _scaled_add(-1.0),
     aten.rsub.Scalar: _rsub,
     aten.rsub.Tensor: _rsub,
+    aten.addcmul.default: _addcmul,
     aten.mul.Tensor: _mul,
     aten.mul.Scalar: _mul,
     aten.div.Tensor: _div,
@@ -299,6 +312,7 @@ RULES: Mapping[Any, OpRule] = {
     aten.reciprocal.default: _fixed_power(-1),
     aten.mean.dim: _mean,
     aten.sum.dim_IntList: _sum,
+    aten.exp.default: _activation("exp"),
     aten.sigmoid.default: _activation("sigmoid"),
     aten.silu.default: _activation("silu"),
     aten.relu.default: _activation("relu"),

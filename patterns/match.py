@@ -26,6 +26,7 @@ class Match:
         params: all that the spelling fixed: eps, rounding, layout.
         claimed: nodes between root (included) and inputs (excluded), in graph order.
         parts: smaller matches that this one is made of.
+        replaces: smaller matches that this one shows to be something else than they seemed.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Match:
     params: Parameters
     claimed: tuple[fx.Node, ...]
     parts: tuple[Match, ...] = ()
+    replaces: tuple[Match, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,20 +68,26 @@ class Findings:
 
     matches: dict[str, dict[fx.Node, Match]] = field(default_factory=dict)
     misses: dict[Hashable, Miss] = field(default_factory=dict)
+    replaced: set[Match] = field(default_factory=set)
 
     def at(self, kind: str, node: fx.Node) -> Match | None:
         """The match of a kind whose root is `node`."""
         return self.matches.get(kind, {}).get(node)
 
     def of(self, kind: str) -> list[Match]:
-        """All matches of a kind."""
-        return list(self.matches.get(kind, {}).values())
+        """All matches of a kind that stand."""
+        return [match for match in self.matches.get(kind, {}).values() if match not in self.replaced]
+
+    def all(self) -> list[Match]:
+        """All matches that stand, in graph order."""
+        return sorted((match for kind in self.matches for match in self.of(kind)), key=lambda match: match.node)
 
     def add(self, match: Match) -> None:
         found = self.matches.setdefault(match.kind, {})
         for inner in match.claimed:
             found.pop(inner, None)
         found[match.node] = match
+        self.replaced.update(match.replaces)
 
     def note(self, miss: Miss) -> None:
         key = (miss.kind, miss.place if miss.place is not None else miss.node)
@@ -90,6 +98,6 @@ class Findings:
     def near_misses(self) -> list[Miss]:
         """Misses at places that no match of their kind covers in the end."""
         covered = {
-            (kind, node) for kind, found in self.matches.items() for match in found.values() for node in match.claimed
+            (match.kind, node) for match in self.all() for node in match.claimed
         }
         return [miss for miss in self.misses.values() if (miss.kind, miss.node) not in covered]

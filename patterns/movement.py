@@ -46,6 +46,8 @@ VIEWS = frozenset(
     }
 )
 _RESHAPES = frozenset({aten._unsafe_view.default, aten.reshape.default})
+# Views that keep the elements in row-major order.
+ROW_MAJOR_VIEWS = _RESHAPES | {aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims}
 COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default})
 
 _PRIMES = ((5, 7, 11, 13, 17, 19, 23), (29, 31, 37, 41, 43, 47, 53))

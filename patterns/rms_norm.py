@@ -1,42 +1,32 @@
-"""RMSNorm over the last axis:  y = x * (mean(x ** 2) + eps) ** -0.5 * (offset + weight).
+"""RMSNorm over the last axis:  y = x * (mean(x ** 2) + eps) ** -0.5 * (offset + weight) + bias.
 
-The weight may be missing, and every order, cast and spelling of the root is one term. What decides the last bits, the
-order of the multiplications and the casts between them, is read off the nodes and kept in `RmsNorm`, so that
-`reference` repeats the spelling bit for bit.
+Weight and bias may be missing, the axis may be normed in groups, and a gate may stand before or behind the norm. Every
+order, cast and spelling of the root is one term; to the last bit, it is the `spelling` that says how it was written.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
+from ..runtime.sizes import static_int
 from . import values
 from .canonical import Canonicaliser
-from .cone import Cone, Operand, computes, operand, walk
+from .cone import Cone, computes, walk
+from .linear import linear
 from .match import Findings, Match, Miss
-from .movement import source
-from .term import Call, Leaf, Product, Sum, Term, TermPool
+from .movement import ROW_MAJOR_VIEWS, is_movement, source, trace
+from .rule import Argument, Bound, Capture, Function, Number, Optional, Rest
+from .spelling import Spelling, spell
+from .term import Call, Product, Sum, Term, TermPool
 
 KIND = "rms_norm"
 BARE = "rms_norm"
 WEIGHTED = "rms_norm_weighted"
-aten = torch.ops.aten
-
-Order = Literal["normed * weight", "(x * weight) * scale", "x * (scale * weight)"]
-Root = Literal["rsqrt", "pow", "1 / sqrt", "x / sqrt"]
-
-
-_ROOTS: dict[Root, Callable[[torch.Tensor], torch.Tensor]] = {
-    "rsqrt": torch.rsqrt,
-    "pow": lambda v: torch.pow(v, -0.5),
-    "1 / sqrt": lambda v: 1 / torch.sqrt(v),
-    "x / sqrt": torch.sqrt,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,337 +35,344 @@ class RmsNorm:
 
     Args:
         eps: added to the mean of squares.
-        hidden_size: length of the normalised (last) axis.
+        hidden_size: length of the last axis.
+        groups: into how many equal parts, each normed on its own, the last axis is cut.
         weight: whether there is a weight.
         offset: added to the weight: 1.0 for the Gemma family.
-        offset_dtype: type of that sum.
-        statistics_dtype: type in which the squares are averaged.
-        scale_dtype: type to which the inverse root is rounded before it scales.
-        scaled_dtype: type of the product with x and the scale in it.
-        normed_dtype: type to which the normalised x is rounded before the weight multiplies it.
-        weighted_dtype: type of the product of the weight and the first other factor.
+        bias: whether a bias is added.
+        gate: the activation of the gate that multiplies x or the result; None without a gate.
+        statistics_dtype: the narrowest type in which the squares are averaged.
+        scale_dtype: the narrowest type that the inverse root takes before it scales.
+        normed_dtype: the narrowest type that the normed x takes before the weight; the type of the result where the
+            weight is multiplied in earlier.
         dtype: type of the result.
-        order: which product is taken first.
-        root: how the inverse root is spelled.
-        mean: whether the mean is a mean, or a sum divided by the length.
+        steps: all types that something is computed in or rounded to.
+        spelling: the formula, over x, weight, bias and gate.
     """
 
     eps: float
     hidden_size: int
+    groups: int
     weight: bool
     offset: float
-    offset_dtype: torch.dtype
+    bias: bool
+    gate: str | None
     statistics_dtype: torch.dtype
     scale_dtype: torch.dtype
-    scaled_dtype: torch.dtype
     normed_dtype: torch.dtype
-    weighted_dtype: torch.dtype
     dtype: torch.dtype
-    order: Order
-    root: Root
-    mean: bool
+    steps: frozenset[torch.dtype]
+    spelling: Spelling
 
     def public(self) -> dict[str, Any]:
         return {
             "eps": self.eps,
             "hidden_size": self.hidden_size,
+            "groups": self.groups,
             "weight": self.weight,
             "offset": self.offset,
+            "bias": self.bias,
             "dtype": self.dtype,
-            "gated": False,
+            "gated": self.gate is not None,
+            "spelling": str(self.spelling),
         }
-
-
-def reference(x: torch.Tensor, weight: torch.Tensor | None, p: RmsNorm) -> torch.Tensor:
-    """The spelling that `p` was read from, in plain torch: equal to it bit for bit in eager execution.
-
-    Args:
-        x: [..., hidden_size].
-        weight: [hidden_size], or None where `p.weight` is False.
-        p: a recognised spelling.
-    """
-    wide = x.to(p.statistics_dtype)
-    square = wide * wide
-    mean = square.mean(-1, keepdim=True) if p.mean else square.sum(-1, keepdim=True) / p.hidden_size
-    variance = mean + p.eps
-    root = _ROOTS[p.root](variance).to(p.scale_dtype)
-
-    def scaled(value: torch.Tensor) -> torch.Tensor:
-        return value / root if p.root == "x / sqrt" else value * root
-
-    if weight is None:
-        return scaled(x.to(p.scaled_dtype)).to(p.dtype)
-    if p.offset:
-        weight = p.offset + weight.to(p.offset_dtype)
-    weight = weight.to(p.weighted_dtype)
-    if p.order == "normed * weight":
-        product = scaled(x.to(p.scaled_dtype)).to(p.normed_dtype).to(p.weighted_dtype) * weight
-    elif p.order == "(x * weight) * scale":
-        product = scaled((x.to(p.weighted_dtype) * weight).to(p.scaled_dtype))
-    else:
-        product = x.to(p.scaled_dtype) * scaled(weight)
-    return product.to(p.dtype)
 
 
 def term(pool: TermPool, match: Match, c: Canonicaliser) -> Term:
     """What larger rules see of a recognised norm: one opaque value, whose bare form still takes a weight."""
-    params = match.params
-    assert isinstance(params, RmsNorm)
+    p = match.params
+    assert isinstance(p, RmsNorm)
+    if p.bias or p.gate is not None:
+        (inner,) = match.parts
+        return term(pool, inner, c) if inner.node is match.node else c.terms[match.node]
     x = c.terms[match.inputs["x"]]
-    if not params.weight:
-        return pool.call(BARE, x, params.eps)
-    return pool.call(WEIGHTED, x, params.eps, c.terms[match.inputs["weight"]], params.offset)
+    if not p.weight:
+        return pool.call(BARE, x, p.eps, p.groups)
+    return pool.call(WEIGHTED, x, p.eps, p.groups, c.terms[match.inputs["weight"]], p.offset)
+
+
+# The maths -----------------------------------------------------------------------------------------------------------
+
+_x, _weight, _bias, _gate = Capture("x"), Capture("weight"), Capture("bias"), Capture("gate")
+_WRITTEN_OUT = _x * (Function("mean", _x**2, (-1,)) + Number("eps")) ** -0.5
+_KNOWN = Function(BARE, _x, Argument("eps"), Argument("groups"))
+_KNOWN_WEIGHTED = Function(WEIGHTED, _x, Argument("eps"), Argument("groups"), _weight, Argument("offset"))
+NORM = (_WRITTEN_OUT | _KNOWN) * Optional(_weight + Number("offset"))
+BIASED = _KNOWN_WEIGHTED + _bias | _KNOWN * (_weight + Number("offset")) + _bias
+
+_ACTIVATIONS = ("silu", "sigmoid", "gelu", "gelu_tanh", "relu")
+GATED = tuple(
+    ((_KNOWN_WEIGHTED | _KNOWN * Optional(_weight + Number("offset"))) * Function(activation, _gate), activation)
+    for activation in _ACTIVATIONS
+)
+
+# A root of a mean, whatever it scales.
+_NEAR = (Rest("factor") * Function("mean", Capture("square"), Argument("axes")) + Rest("eps")) ** -0.5 * Rest("scaled")
+_CENTRED = Capture("value") - Function("mean", Capture("value"), (-1,))
 
 
 def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
-    """Recognises a node as RMSNorm of something: the bare norm, the norm times its weight, or the cast of either."""
+    """Recognises a node as RMSNorm of something, or as the cast, the regrouping, the bias or the gate of one."""
     if values.is_float_cast(node):
-        return _match_cast(node, findings)
+        return _match_cast(node, c, findings)
+    if node.target in ROW_MAJOR_VIEWS:
+        return _match_grouped(node, c, findings)
     value = c.terms[node]
+    if isinstance(value, Sum):
+        return _match_biased(node, value, c, findings)
     if not isinstance(value, Product):
         return None
-    near: Miss | None = None
-    for factor, exponent in value.factors:
-        found: Match | Miss | None = None
-        if isinstance(factor, Call) and factor.name == BARE and exponent == 1:
-            found = _match_weight(node, value, factor, c)
-        elif exponent == -0.5:
-            found = _match_scale(node, value, factor, c)
-        if isinstance(found, Match):
-            return found
-        near = found or near
-    return near
+    if any(isinstance(factor, Call) and factor.name in (BARE, WEIGHTED) for factor, _ in value.factors):
+        return _match_gated(node, value, c, findings) or _match_norm(node, value, c, findings)
+    if any(exponent == -0.5 for _, exponent in value.factors):
+        return _match_norm(node, value, c, findings)
+    return None
 
 
-def _match_cast(node: fx.Node, findings: Findings) -> Match | None:
+def _match_norm(node: fx.Node, value: Product, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
+    """The norm itself, with or without its weight."""
+    near = _NEAR.find(value, c.pool)
+    if near is not None and (difference := _difference(near, c.pool)) is not None:
+        message, matched = difference
+        return Miss(KIND, node, message, place=near["square"], matched=matched)
+    bound = NORM.find(value, c.pool)
+    if bound is None:
+        return None
+    eps = bound["eps"]
+    assert isinstance(eps, float)
+    if eps < 0:
+        return None
+    found = _read(node, bound, ("x", "weight"), c)
+    if isinstance(found, Miss) or found is None:
+        return found
+    return _with_gate_before(found, c, findings)
+
+
+def _difference(near: Bound, pool: TermPool) -> tuple[str, int] | None:
+    """In what a root of a mean differs from that of an RMSNorm, and how much had matched; None where in nothing."""
+    square, factor, eps, axes, scaled = (near[name] for name in ("square", "factor", "eps", "axes", "scaled"))
+    assert isinstance(square, Term)
+    assert isinstance(scaled, Term)
+    x = pool.root(square, 2)
+    if x is None:
+        return None
+    if not (isinstance(eps, Product) and not eps.factors):
+        return "what is added to the mean is no constant (a float that the caller passes is none)", 1
+    if axes != (-1,):
+        return f"the mean of squares is taken over axes {axes}; an RMSNorm takes it over (-1,)", 2
+    if not (isinstance(factor, Product) and not factor.factors):
+        return None
+    if factor.coefficient != 1:
+        times = f"{factor.coefficient:g} times the mean of squares"
+        return f"eps is added to {times} (an L2 norm); an RMSNorm adds it to the mean", 2
+    if _CENTRED.find(x, pool) is not None:
+        return "the mean is subtracted before the squares are taken: a LayerNorm, not an RMSNorm", 3
+    if pool.divide(scaled, x) is None:
+        return "the value that is scaled is not the one whose squares are averaged", 2
+    return None
+
+
+def _match_cast(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | None:
     """A norm computed in a wide type and cast back is a norm with a narrow result."""
     below = source(node)
     inner = findings.at(KIND, below)
     if inner is None or not values.is_rounding(node) or values.is_float_cast(below):
         return None  # no cast, or the second one, whose roundings would add up
+    spelling = spell(node, inner.inputs, c)
     assert isinstance(inner.params, RmsNorm)
-    params = replace(inner.params, dtype=values.dtype(node))
+    if spelling is None:
+        return None
+    dtype = values.dtype(node)
+    params = replace(inner.params, dtype=dtype, steps=inner.params.steps | {dtype}, spelling=spelling)
     if not params.weight:
-        params = replace(params, normed_dtype=values.dtype(node))
-    return Match(KIND, node, inner.inputs, params, (*inner.claimed, node))
+        params = replace(params, normed_dtype=dtype)
+    parts = inner.parts if params.bias or params.gate is not None else ()
+    return Match(KIND, node, inner.inputs, params, (*inner.claimed, node), parts, inner.replaces)
 
 
-@dataclass(frozen=True, slots=True)
-class _Formula:
-    """The terms of one norm: x * scale ** -0.5 * (offset + weight), where scale = mean + eps."""
-
-    x: Term
-    scale: Term
-    mean: Call
-    eps: float
-    weight: Term | None
-    offset: float
-
-
-def _match_scale(node: fx.Node, value: Product, scale: Term, c: Canonicaliser) -> Match | Miss | None:
-    """x * (mean(x ** 2) + eps) ** -0.5 [* weight], written out."""
-    pool = c.pool
-    parts, eps = pool.addends(scale)
-    if len(parts) == 2 and any(isinstance(part, Call) and part.name == "mean" for part in parts):
-        message = "what is added to the mean is no constant (under dynamic=True a float that is passed in is none)"
-        return Miss(KIND, node, message, place=scale, matched=1)
-    if len(parts) != 1:
+def _match_grouped(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | None:
+    """A norm of groups of the last axis, put side by side again, is a grouped norm of the whole axis."""
+    below, _ = trace(node, lambda n: findings.at(KIND, n) is None and (n.target in ROW_MAJOR_VIEWS or _is_cast(n)))
+    inner = findings.at(KIND, below)
+    if inner is None:
         return None
-    ((mean, factor),) = parts.items()
-    if not (isinstance(mean, Call) and mean.name == "mean" and eps >= 0):
+    p = inner.params
+    assert isinstance(p, RmsNorm)
+    whole, _ = trace(inner.inputs["x"], lambda n: n.target in ROW_MAJOR_VIEWS or _is_cast(n))
+    shape = values.shape(node)
+    split = values.shape(below)
+    if p.weight or p.bias or p.gate is not None or p.groups != 1 or len(split) != len(shape) + 1:
         return None
-    square, dims = mean.args
-    assert isinstance(square, Term)
-    x = pool.square_root(square)
-    if x is None:
+    groups, width = static_int(split[-2]), values.last_dim(node)
+    if groups is None or not values.same_shape(split[:-2], shape[:-1]) or groups * p.hidden_size != width:
         return None
-
-    def miss(message: str, *details: object, matched: int) -> Miss:
-        return Miss(KIND, node, message, details, place=scale, matched=matched)
-
-    if dims != (-1,):
-        return miss("the mean of squares is taken over axes {}; an RMSNorm takes it over (-1,)", dims, matched=2)
-    if factor != 1:
-        message = "eps is added to {:g} times the mean of squares (an L2 norm); an RMSNorm adds it to the mean"
-        return miss(message, factor, matched=2)
-    if isinstance(x, Sum) and any(isinstance(p, Call) and p.name == "mean" and k == -1 for p, k in x.parts):
-        return miss("the mean is subtracted before the squares are taken: a LayerNorm, not an RMSNorm", matched=3)
-    scaled = pool.divide(value, pool.power(scale, -0.5))
-    rest = pool.divide(scaled, x) if scaled is not None else None
-    if rest is None:
-        return miss("the value that is scaled is not the one whose squares are averaged", matched=2)
-    weight, offset = _weight(rest)
-    if weight is None and rest is not pool.number(1):
+    if not values.same_shape(values.shape(whole), shape):
         return None
-    return _read(node, _Formula(x, scale, mean, eps, weight, offset), c)
-
-
-def _match_weight(node: fx.Node, value: Product, bare: Call, c: Canonicaliser) -> Match | None:
-    """A recognised norm without weight, times its weight."""
-    pool = c.pool
-    x, eps = bare.args
-    assert isinstance(x, Term)
-    assert isinstance(eps, float)
-    rest = pool.divide(value, bare)
-    weight, offset = _weight(rest) if rest is not None else (None, 0.0)
-    if weight is None:
+    inputs = {"x": values.strip_widening(whole)}
+    spelling = spell(node, inputs, c)
+    cone = walk(node, lambda n: n is inputs["x"])
+    if spelling is None or cone is None:
         return None
-    mean = pool.call("mean", pool.power(x, 2), (-1,))
-    assert isinstance(mean, Call)
-    found = _read(node, _Formula(x, pool.add(mean, pool.number(eps)), mean, eps, weight, offset), c)
-    return found if isinstance(found, Match) else None
+    params = replace(p, hidden_size=width, groups=groups, spelling=spelling, dtype=values.dtype(node))
+    return _with_gate_before(Match(KIND, node, inputs, params, cone.nodes), c, findings)
 
 
-def _weight(rest: Term) -> tuple[Term | None, float]:
-    """(weight, offset) of a factor `offset + weight`; (None, 0) where the factor is no lone value."""
-    if isinstance(rest, Sum) and len(rest.parts) == 1 and rest.parts[0][1] == 1:
-        return rest.parts[0][0], rest.constant
-    return (rest, 0.0) if isinstance(rest, (Leaf, Call)) else (None, 0.0)
+def _is_cast(node: fx.Node) -> bool:
+    return values.is_float_cast(node)
 
 
-def _read(node: fx.Node, formula: _Formula, c: Canonicaliser) -> Match | Miss | None:
-    """Walks the nodes of the norm, and reads off them what the terms don't say."""
-
-    def miss(message: str) -> Miss:
-        return Miss(KIND, node, message, place=formula.scale, matched=4)
-
-    cone = walk(node, lambda n: c.terms[n] in (formula.x, formula.weight))
-    if cone is None or any(c.terms[n] not in (formula.x, formula.weight) for n in cone.inputs):
+def _match_biased(node: fx.Node, value: Sum, c: Canonicaliser, findings: Findings) -> Match | None:
+    """A norm and a bias."""
+    if not any(isinstance(part, (Call, Product)) for part, _ in value.parts):
         return None
-    x_nodes = _distinct((n for n in cone.inputs if c.terms[n] is formula.x), c)
-    if len(x_nodes) != 1:
-        return miss("x is rounded between the statistics and the scaling")
-    (x,) = x_nodes
+    bound = BIASED.find(value, c.pool)
+    found = _read(node, bound, ("x", "weight", "bias"), c) if bound is not None else None
+    if not isinstance(found, Match):
+        return None
+    inner = _largest_within(found.claimed[:-1], findings)
+    return None if inner is None else replace(found, parts=(inner,))
+
+
+def _match_gated(node: fx.Node, value: Product, c: Canonicaliser, findings: Findings) -> Match | None:
+    """A norm, times the activation of a gate of its own shape."""
+    for pattern, activation in GATED:
+        bound = pattern.find(value, c.pool)
+        found = _read(node, bound, ("x", "weight", "gate"), c) if bound is not None else None
+        if isinstance(found, Match):
+            assert isinstance(found.params, RmsNorm)
+            inner = _largest_within(found.claimed[:-1], findings)
+            if inner is not None:
+                return replace(found, params=replace(found.params, gate=activation), parts=(inner,))
+    return None
+
+
+def _with_gate_before(norm: Match, c: Canonicaliser, findings: Findings) -> Match:
+    """The norm, with the gate that x has been multiplied by; a gated unit of an MLP before it is none of its own."""
+    x, _ = trace(norm.inputs["x"], lambda n: _is_cast(n) and findings.at("glu", n) is None)
+    unit = findings.at("glu", x)
+    if unit is None or _is_pair(unit.inputs["gate"], unit.inputs["up"]):
+        return norm
+    inputs = {**norm.inputs, "x": unit.inputs["up"], "gate": unit.inputs["gate"]}
+    spelling = spell(norm.node, inputs, c)
+    p = norm.params
+    assert isinstance(p, RmsNorm)
+    if spelling is None:
+        return norm
+    activation = unit.params.public()["activation"]
+    claimed = tuple(sorted({*norm.claimed, *unit.claimed}))
+    return Match(KIND, norm.node, inputs, replace(p, gate=activation, spelling=spelling), claimed, (norm,), (unit,))
+
+
+def _is_pair(gate: fx.Node, up: fx.Node) -> bool:
+    """True for two projections of one x, or two parts of one tensor: the gate and up of an MLP."""
+    below = [trace(n, lambda n: is_movement(n) or _is_cast(n))[0] for n in (gate, up)]
+    first, second = map(linear, below)
+    return below[0] is below[1] or (first is not None and second is not None and first.x is second.x)
+
+
+def _largest_within(nodes: Sequence[fx.Node], findings: Findings) -> Match | None:
+    """The last norm among nodes."""
+    return next((m for n in reversed(nodes) if (m := findings.at(KIND, n)) is not None), None)
+
+
+# The nodes -----------------------------------------------------------------------------------------------------------
+
+
+def _read(node: fx.Node, bound: Bound, names: Sequence[str], c: Canonicaliser) -> Match | Miss | None:
+    """Finds the nodes of the captured values, and what the terms don't say: types and the spelling."""
+    terms = {name: bound[name] for name in names if name in bound}
+    cone = walk(node, lambda n: c.terms[n] in terms.values())
+    if cone is None:
+        return None
+    inputs: dict[str, fx.Node] = {}
+    for name, value in terms.items():
+        strip = values.strip_widening if name == "x" else lambda n: _origin(n, c)
+        nodes = [strip(n) for n in cone.inputs if c.terms[n] is value]
+        if not nodes:
+            return None
+        inputs[name] = min(nodes)
+    x = inputs["x"]
     hidden_size = values.last_dim(x)
     if hidden_size is None:
-        return miss("the normalised axis has no static size")
+        return Miss(KIND, node, "the normalised axis has no static size", matched=4)
+    if any(not values.is_vector(inputs[name], hidden_size) for name in ("weight", "bias") if name in inputs):
+        return None  # no weight but a gate, or a factor per token: the norm below stands on its own
     if not values.same_shape(values.shape(x), values.shape(node)):
-        return miss("the result has another shape than x")
-    inputs = {"x": x}
-    if formula.weight is not None:
-        weights = _distinct((n for n in cone.inputs if c.terms[n] is formula.weight), c)
-        if len(weights) != 1 or not values.is_vector(weights[0], hidden_size):
-            return None  # no weight but a gate, or a factor per token: the norm below stands on its own
-        (inputs["weight"],) = weights
-    params = _params(node, formula, cone, hidden_size, c)
-    if params is None:
-        return miss("its roundings, or the order of its products, are not known")
-    return Match(KIND, node, inputs, params, cone.nodes)
-
-
-def _distinct(nodes: Iterable[fx.Node], c: Canonicaliser) -> list[fx.Node]:
-    """The values of nodes in their narrowest type, each once, at the first node that computes it."""
-    first: dict[int, fx.Node] = {}
-    for node in sorted(map(values.strip_widening, nodes)):
-        first.setdefault(c.numbers[node], node)
-    return list(first.values())
-
-
-def _params(node: fx.Node, formula: _Formula, cone: Cone, hidden_size: int, c: Canonicaliser) -> RmsNorm | None:
-    """The roundings and the order of one spelling, or None where `reference` could not repeat it.
-
-    Every node that computes something must be one that the reference has, and every rounding one that it repeats.
-    """
-    order, product = _order(formula, cone, c)
-    if order is None or product is None:
+        return Miss(KIND, node, "the result has another shape than x", matched=4)
+    if "gate" in inputs and not values.same_shape(values.shape(inputs["gate"]), values.shape(x)):
         return None
-    scaling, weighting = (product, node) if order == "normed * weight" else (node, product)
-    scale_terms = (c.pool.power(formula.scale, -0.5), c.pool.power(formula.scale, 0.5))
-    scaled_at = product if order == "x * (scale * weight)" else scaling
-    scale = next((operand(n) for n in scaled_at.all_input_nodes if c.terms[n] in scale_terms), None)
-    root = _root(scale.node) if scale is not None else None
-    if scale is None or root is None or (root == "x / sqrt") != (scaled_at.target is aten.div.Tensor):
-        return None
-    statistics = _statistics(scale.node, cone, hidden_size)
-    offsets = [n for n in cone.nodes if computes(n) and formula.offset and c.terms[n] is _factor(formula, c.pool)]
-    operands = [operand(n) for n in node.all_input_nodes]
-    normed = next((o for o in operands if o.node is product), None) if node is not product else Operand(node, ())
-    if statistics is None or normed is None or len(offsets) != bool(formula.offset):
-        return None
-    roundings = (*scale.roundings, *(normed.roundings if order == "normed * weight" else ()))
-    known = {*statistics, *offsets, product, node, *roundings}
-    unknown = any(computes(n) or values.is_rounding(n) for n in cone.nodes if n not in known)
-    if unknown or len(scale.roundings) > 1 or len(normed.roundings) > 1:
-        return None
+    spelling = spell(node, inputs, c)
+    numbers = {c.numbers[n] for n in inputs.values()}
+    cone = walk(node, lambda n: c.numbers[n] in numbers)
+    if spelling is None or cone is None:
+        return Miss(KIND, node, "x or the weight is computed twice, and not alike", matched=4)
+    return Match(KIND, node, inputs, _params(node, bound, inputs, cone, hidden_size, spelling, c), cone.nodes)
+
+
+def _origin(node: fx.Node, c: Canonicaliser) -> fx.Node:
+    """The narrowest and smallest tensor that holds a value: below casts that round nothing, and views of it."""
+    while node.op == "call_function":
+        below = values.strip_widening(node)
+        if below is node and is_movement(node) and c.terms.get(source(node)) is c.terms[node]:
+            below = source(node)
+        if below is node:
+            break
+        node = below
+    return node
+
+
+def _params(
+    node: fx.Node,
+    bound: Bound,
+    inputs: dict[str, fx.Node],
+    cone: Cone,
+    hidden_size: int,
+    spelling: Spelling,
+    c: Canonicaliser,
+) -> RmsNorm:
+    eps, groups, offset = bound["eps"], bound.get("groups", 1), bound.get("offset", 0.0)
+    assert isinstance(eps, float)
+    assert isinstance(groups, int)
+    assert isinstance(offset, float)
+    active = [n for n in cone.nodes if computes(n) or values.is_rounding(n)]
+    reductions = [n for n in active if n.target in _REDUCTIONS]
+    averaged = {*reductions, *_inputs_of(reductions, cone)}
+    shape = values.shape(inputs["x"])
+    smaller = [n for n in active if n not in averaged and not values.same_shape(values.shape(n), shape)]
+    scales = [n for n in smaller if averaged.intersection(_inputs_of([n], cone))]
+    normed = [n for n in active if isinstance(t := c.terms[n], Call) and t.name == BARE]
+    dtype = values.dtype(node)
     return RmsNorm(
-        eps=formula.eps,
+        eps=eps,
         hidden_size=hidden_size,
-        weight=formula.weight is not None,
-        offset=formula.offset,
-        offset_dtype=values.dtype(offsets[0] if offsets else node),
-        statistics_dtype=values.dtype(scale.node),
-        scale_dtype=scale.dtype,
-        scaled_dtype=values.dtype(scaling),
-        normed_dtype=normed.dtype,
-        weighted_dtype=values.dtype(weighting),
-        dtype=values.dtype(node),
-        order=order,
-        root=root,
-        mean=any(n.target is aten.mean.dim for n in statistics),
+        groups=groups,
+        weight="weight" in inputs,
+        offset=offset,
+        bias="bias" in inputs,
+        gate=None,
+        statistics_dtype=_narrowest(n for n in (*averaged, *filter(computes, scales)) if n in active) or dtype,
+        scale_dtype=_narrowest(scales) or dtype,
+        normed_dtype=_narrowest(normed) or dtype if "weight" in inputs else dtype,
+        dtype=dtype,
+        steps=frozenset(values.dtype(n) for n in active),
+        spelling=spelling,
     )
 
 
-def _factor(formula: _Formula, pool: TermPool) -> Term:
-    assert formula.weight is not None
-    return pool.add(formula.weight, pool.number(formula.offset))
+_REDUCTIONS = frozenset({torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList})
 
 
-def _order(formula: _Formula, cone: Cone, c: Canonicaliser) -> tuple[Order | None, fx.Node | None]:
-    """Which two factors are multiplied first, and the node that does it."""
-    pool = c.pool
-    inverse, bare = pool.power(formula.scale, -0.5), pool.call(BARE, formula.x, formula.eps)
-    orders: dict[Term, Order] = {bare: "normed * weight", pool.mul(formula.x, inverse): "normed * weight"}
-    if formula.weight is not None:
-        weight = _factor(formula, pool)
-        orders[pool.mul(formula.x, weight)] = "(x * weight) * scale"
-        orders[pool.mul(weight, inverse)] = "x * (scale * weight)"
-    for n in cone.nodes:
-        if n.target in _PRODUCTS and c.terms[n] in orders:
-            return orders[c.terms[n]], n
-    return None, None
+def _inputs_of(nodes: Iterable[fx.Node], cone: Cone) -> set[fx.Node]:
+    """All nodes of the cone that compute something for one of `nodes`."""
+    found: set[fx.Node] = set()
+    pending = [below for node in nodes for below in node.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if node not in found and node in cone.nodes:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
 
 
-def _root(node: fx.Node) -> Root | None:
-    """How the scale is spelled, by the node that computes it."""
-    if node.target is aten.reciprocal.default:
-        below = operand(source(node))
-        return "1 / sqrt" if not below.roundings and _root(below.node) == "x / sqrt" else None
-    exponent = node.args[1] if node.target is aten.pow.Tensor_Scalar else None
-    if node.target is aten.sqrt.default or exponent == 0.5:
-        return "x / sqrt"
-    return "rsqrt" if node.target is aten.rsqrt.default else "pow" if exponent == -0.5 else None
-
-
-def _statistics(root: fx.Node, cone: Cone, hidden_size: int) -> tuple[fx.Node, ...] | None:
-    """The nodes that compute the scale, from the square up to `root`; None where they are not those of `reference`."""
-    below = walk(root, lambda n: n not in cone.nodes)
-    assert below is not None  # it is a part of the cone
-    computing = tuple(n for n in below.nodes if computes(n))
-    steps = Counter(_step(n) for n in computing)
-    divided = all(n.args[1] == hidden_size for n in computing if _step(n) == "division")
-    known = steps["square"] == steps["mean"] + steps["sum"] == 1 and steps["sum"] == steps["division"] and divided
-    one_dtype = len({values.dtype(n) for n in computing}) == 1
-    return computing if known and one_dtype and steps["eps"] <= 1 and not steps["other"] else None
-
-
-def _step(node: fx.Node) -> str:
-    if node.target is aten.pow.Tensor_Scalar:
-        return "square" if node.args[1] == 2 else "root"
-    return _STEPS.get(node.target, "other")
-
-
-_STEPS: Mapping[object, str] = {
-    aten.mul.Tensor: "square",
-    aten.square.default: "square",
-    aten.mean.dim: "mean",
-    aten.sum.dim_IntList: "sum",
-    aten.div.Tensor: "division",
-    aten.div.Scalar: "division",
-    aten.add.Tensor: "eps",
-    aten.add.Scalar: "eps",
-    aten.sub.Tensor: "eps",
-    aten.sqrt.default: "root",
-    aten.rsqrt.default: "root",
-    aten.reciprocal.default: "root",
-}
-_PRODUCTS = frozenset({aten.mul.Tensor, aten.div.Tensor})
+def _narrowest(nodes: Iterable[fx.Node]) -> torch.dtype | None:
+    return min((values.dtype(n) for n in nodes), key=lambda dtype: dtype.itemsize, default=None)

@@ -82,8 +82,13 @@ class TermPool:
 
     def _product(self, factors: Mapping[Term, float], coefficient: float) -> Term:
         ordered = tuple(sorted(((t, e) for t, e in factors.items()), key=lambda item: item[0].serial))
-        if coefficient == 1 and len(ordered) == 1 and ordered[0][1] == 1:
-            return ordered[0][0]
+        if len(ordered) == 1 and ordered[0][1] == 1:
+            lone = ordered[0][0]
+            if coefficient == 1:
+                return lone
+            if isinstance(lone, Sum) and coefficient != 0:  # 2 * (x + 1) is 2 * x + 2
+                parts = tuple((part, coefficient * of_part) for part, of_part in lone.parts)
+                return self._intern(Sum, parts, coefficient * lone.constant)
         return self._intern(Product, ordered, coefficient)
 
     @staticmethod
@@ -137,18 +142,24 @@ class TermPool:
                 return self.number(coefficient**exponent)
             except (ZeroDivisionError, OverflowError, TypeError):
                 return self.call("pow", base, exponent)
+        if exponent == -1 and isinstance(base, Sum) and base.constant == 1 and len(base.parts) == 1:
+            (part, scale), = base.parts
+            if isinstance(part, Call) and part.name == "exp" and scale == 1:  # 1 / (1 + exp(-x))
+                return self.call("sigmoid", self.mul(part.args[0], self.number(-1)))  # type: ignore[arg-type]
         integral = float(exponent).is_integer()
         lone_root = len(factors) == 1 and abs(next(iter(factors.values()))) == 1
         if coefficient == 1 and (integral or lone_root):
             return self._product({t: e * exponent for t, e in factors.items()}, 1.0)
         return self._product({base: float(exponent)}, 1.0)
 
-    def square_root(self, term: Term) -> Term | None:
-        """The term whose square this is (`(c * x) ** 2` gives `c * x`), or None."""
+    def root(self, term: Term, exponent: float) -> Term | None:
+        """The term of which this is that power (2 gives `c * x` for `(c * x) ** 2`), or None."""
         factors, coefficient = self.factors(term)
-        if coefficient != 1 or not factors or any(e % 2 for e in factors.values()):
+        powers = {t: e / exponent for t, e in factors.items()}
+        if coefficient != 1 or not powers or not all(float(e).is_integer() for e in powers.values()):
             return None
-        return self._product({t: e / 2 for t, e in factors.items()}, 1.0)
+        base = self._product(powers, 1.0)
+        return base if self.power(base, exponent) is term else None
 
     # Sums --------------------------------------------------------------------------------------------------------
 
@@ -178,3 +189,14 @@ class TermPool:
         if not parts:
             return self.number(constant)
         return self._intern(Sum, tuple(sorted(parts.items(), key=lambda item: item[0].serial)), constant)
+
+    def without(self, term: Term, addend: Term) -> Term:
+        """What an addend of a term leaves of it."""
+        parts, constant = self.addends(term)
+        taken, taken_constant = self.addends(addend)
+        left = {part: coefficient - taken.get(part, 0.0) for part, coefficient in parts.items()}
+        total = self.number(constant - taken_constant)
+        for part, coefficient in left.items():
+            if coefficient:
+                total = self.add(total, part, coefficient)
+        return total

@@ -112,7 +112,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def repeats(reference: Callable[..., torch.Tensor], match: Match, values: dict[fx.Node, Any], *names: str) -> bool:
-    """Law 1: whether the reference, fed with what the match says it reads, gives the value of its node bit for bit."""
-    arguments = [values[match.inputs[name]] if name in match.inputs else None for name in names]
-    return same(reference(*arguments, match.params), values[match.node])
+def repeats(match: Match, values: dict[fx.Node, Any]) -> bool:
+    """Law 1: whether the spelling, fed with what the match says it reads, gives the value of its node bit for bit."""
+    spelling = match.params.spelling
+    return same(spelling(**{name: values[match.inputs[name]] for name in spelling.inputs}), values[match.node])

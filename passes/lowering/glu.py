@@ -25,7 +25,7 @@ def lower(match: Match, edit: Edit) -> OpContract:
     if p.activation != "silu":
         raise Refused(f"its activation is {p.activation}; npu_swiglu computes silu")
     contract = CONTRACTS["npu::npu_swiglu"]
-    refuse_other_precision(p.dtype, p.activation_dtype, p.activated_dtype)
+    refuse_other_precision(p.dtype, *p.steps)
     gate, up = (edit.current(match.inputs[name]) for name in ("gate", "up"))
     gate_up = _halves(gate, up)
     if gate_up is None:

@@ -18,7 +18,7 @@ from ...runtime.sizes import static_int
 from ..rewriter import Edit, Refused
 from .packing import packed_projection, projections
 from .precision import refuse_other_precision
-from .rms_norm import norm_steps, note_statistics, vector
+from .rms_norm import note_statistics, vector
 from .rope import refuse_backward, table_part
 
 aten = torch.ops.aten
@@ -38,7 +38,11 @@ def lower(match: Match, edit: Edit) -> OpContract:
     if p.rope.dtype != values.dtype(source):
         raise Refused(f"q and k are {p.rope.dtype} after the rotation, the projection is {values.dtype(source)}")
     roundings = [values.dtype(node) for node in match.claimed if values.is_rounding(node)]
-    steps = (*roundings, p.rope.compute_dtype, *(norm_steps(norm) if norm is not None else ()))
+    steps = (*roundings, *p.rope.steps, *(norm.steps if norm is not None else ()))
+    if p.rope.rope_start:
+        raise Refused(f"its first {p.rope.rope_start} elements pass and the next are rotated; the op rotates the first")
+    if norm is not None and (norm.groups != 1 or norm.bias or norm.gate is not None):
+        raise Refused("its norm has groups, a bias or a gate")
     refuse_other_precision(p.rope.dtype, *steps)
     projection = source
     if p.style == "separate":

@@ -19,6 +19,11 @@ def lower(match: Match, edit: Edit) -> OpContract:
     """One op for a norm: the Gemma form where 1 is added to the weight, the plain one otherwise."""
     p = match.params
     assert isinstance(p, RmsNorm)
+    if p.bias or p.gate is not None:
+        (norm,) = match.parts  # no op takes a bias or a gate: they stay as they are
+        return lower(norm, edit)
+    if p.groups != 1:
+        raise Refused(f"it norms {p.groups} groups of the last axis, each on its own; the op norms the whole axis")
     x = edit.current(match.inputs["x"])
     _check_dtype(p, x)
     order = row_order(x)
@@ -65,15 +70,9 @@ def lower_add(match: Match, edit: Edit) -> OpContract:
 
 
 def _check_dtype(p: RmsNorm, x: fx.Node) -> None:
-    refuse_other_precision(p.dtype, *norm_steps(p))
+    refuse_other_precision(p.dtype, *p.steps)
     if p.dtype != values.dtype(x):
         raise Refused(f"its result is {p.dtype} for an x of {values.dtype(x)}; the op gives the type of x")
-
-
-def norm_steps(p: RmsNorm) -> tuple[torch.dtype, ...]:
-    """The types that a norm goes through."""
-    weighted = (p.weighted_dtype,) if p.weight else ()
-    return (p.statistics_dtype, p.scale_dtype, p.scaled_dtype, p.normed_dtype, *weighted)
 
 
 def note_statistics(p: RmsNorm, edit: Edit) -> None:

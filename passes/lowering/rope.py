@@ -13,6 +13,7 @@ from ...patterns.rope import Rope
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
 from ..rewriter import Edit, Refused, inverse, row_order
+from .precision import refuse_other_precision
 
 aten = torch.ops.aten
 
@@ -23,6 +24,7 @@ def lower(match: Match, edit: Edit) -> OpContract:
     assert isinstance(p, Rope)
     contract = CONTRACTS["npu::npu_rotary_mul"]
     refuse_backward(p)
+    refuse_other_precision(p.dtype, *p.steps)
     x = edit.current(match.inputs["x"])
     order = row_order(x)
     cos = _table(edit.current(match.inputs["cos"]), "cos", order, p, edit)
@@ -30,7 +32,7 @@ def lower(match: Match, edit: Edit) -> OpContract:
     x = edit.permuted(x, order)
     rotated = x
     if p.rope_dim != p.head_dim:
-        rotated = edit.call(aten.slice.Tensor, x, -1, 0, p.rope_dim)
+        rotated = edit.call(aten.slice.Tensor, x, -1, p.rope_start, p.rope_start + p.rope_dim)
     rotated = edit.contiguous(edit.cast(_deinterleaved(rotated, p, edit), p.compute_dtype))
     if p.dtype.itemsize < 4:
         edit.note(f"the op rounds once at its end; the model rounds each product to {p.compute_dtype}")
@@ -38,8 +40,12 @@ def lower(match: Match, edit: Edit) -> OpContract:
     y = edit.op(contract, input=rotated, r1=cos, r2=sin, rotary_mode=mode)
     y = edit.cast(y, p.dtype)
     if p.rope_dim != p.head_dim:
-        passed = edit.cast(edit.call(aten.slice.Tensor, x, -1, p.rope_dim, p.head_dim), p.dtype)
-        y = edit.call(aten.cat.default, [y, passed], -1)
+        parts = [
+            edit.cast(edit.call(aten.slice.Tensor, x, -1, start, end), p.dtype)
+            for start, end in ((0, p.rope_start), (p.rope_start + p.rope_dim, p.head_dim))
+            if start != end
+        ]
+        y = edit.call(aten.cat.default, [*parts[: p.rope_start > 0], y, *parts[p.rope_start > 0 :]], -1)
     edit.replace(match.node, edit.permuted(y, inverse(order)))
     return contract
 

@@ -175,11 +175,11 @@ def test_numbers_that_have_no_power_stay_calls() -> None:
 def test_only_an_even_square_has_a_root() -> None:
     pool = TermPool()
     x, y = pool.call("x"), pool.call("y")
-    assert pool.square_root(pool.power(x, 2)) is x
-    assert pool.square_root(pool.power(pool.mul(x, y), 2)) is pool.mul(x, y)
-    assert pool.square_root(pool.power(pool.add(x, y), 2)) is pool.add(x, y)
+    assert pool.root(pool.power(x, 2), 2) is x
+    assert pool.root(pool.power(pool.mul(x, y), 2), 2) is pool.mul(x, y)
+    assert pool.root(pool.power(pool.add(x, y), 2), 2) is pool.add(x, y)
     for other in (x, pool.power(x, 3), pool.mul(pool.power(x, 2), y), pool.add(pool.power(x, 2), y), pool.number(4)):
-        assert pool.square_root(other) is None
+        assert pool.root(other, 2) is None
 
 
 def test_a_term_is_divided_only_by_what_is_in_it() -> None:
