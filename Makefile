@@ -1,9 +1,10 @@
 # Everything a clone needs: python3, make and gcc on the machine, and a package index that pip can reach.
 #
-#     make demo    compile Gemma 3 270M, compare it with eager
-#     make test    the tests, on the CPU and against the real torch_npu (no NPU needed)
-#     make lint    ruff and strict mypy
-#     make clean   remove what these made
+#     make demo        compile Gemma 3 270M, compare it with eager
+#     make test        the tests, on the CPU and against the real torch_npu (no NPU needed)
+#     make coverage    how much of public models is recognised and fused (benchmarks/README.md; an hour)
+#     make lint        ruff and strict mypy
+#     make clean       remove what these made
 
 PYTHON ?= python3
 
@@ -19,11 +20,12 @@ WITH_STUBS := CANN_STUB_DEVICES=1 TASK_QUEUE_ENABLE=0 LD_LIBRARY_PATH=$(CURDIR)/
 # A test that hangs ends its process and shows where.
 PYTEST := python -m pytest
 
-# The whole package: all Python files but those of tests and examples, and none from a hidden folder or from build/.
+# The whole package: all Python files but those of tests, examples and benchmarks, and none from a hidden folder or from
+# build/.
 SOURCES := $(shell find . -name '*.py' -not -path './.*' -not -path './build/*' \
-                          -not -path './tests/*' -not -path './examples/*')
+                          -not -path './tests/*' -not -path './examples/*' -not -path './benchmarks/*')
 
-.PHONY: demo test lint clean
+.PHONY: demo test coverage lint clean
 
 demo: $(CPU)/.package
 	$(CPU)/bin/python examples/gemma3_270m.py
@@ -31,6 +33,11 @@ demo: $(CPU)/.package
 test: $(CPU)/.package $(NPU)/.package $(STUBS)/libcann_stub.so
 	$(CPU)/bin/$(PYTEST) -n 2 tests --ignore=tests/npu
 	$(WITH_STUBS) $(NPU)/bin/$(PYTEST) -n 2 tests/npu
+
+coverage: $(CPU)/.package $(NPU)/.package $(STUBS)/libcann_stub.so
+	$(CPU)/bin/python benchmarks/coverage.py run cpu
+	$(WITH_STUBS) $(NPU)/bin/python benchmarks/coverage.py run npu
+	$(CPU)/bin/python benchmarks/coverage.py table
 
 lint: $(CPU)/.package
 	$(CPU)/bin/ruff check .
@@ -40,8 +47,8 @@ clean:
 	rm -rf $(CPU) $(NPU) build npu_fuse.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # What each environment holds besides the package itself.
-$(CPU)/.requirements: REQUIREMENTS := '.[dev,demo]'
-$(NPU)/.requirements: REQUIREMENTS := '.[dev,npu]' transformers
+$(CPU)/.requirements: REQUIREMENTS := '.[dev,demo,bench]'
+$(NPU)/.requirements: REQUIREMENTS := '.[dev,npu,bench]'
 
 $(CPU)/.requirements $(NPU)/.requirements: %/.requirements: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $*

@@ -1,0 +1,50 @@
+"""Models and what they are called with on an NPU that isn't there: fake tensors of device "npu", under torch_npu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+__all__ = ["on_fake_npu"]
+
+
+@contextmanager
+def on_fake_npu(module: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Moves a module to the fake NPU, for good, and gives its inputs there.
+
+    Everything is made on the CPU before, the contents of caches too: what makes it would launch real kernels on an NPU.
+
+    Args:
+        module: a module on the CPU.
+        inputs: its keyword arguments: tensors, or containers and objects that hold tensors, such as caches.
+    """
+    fakes: dict[torch.Tensor, torch.Tensor] = {}  # so that tied weights stay tied
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return fakes.setdefault(tensor, torch.empty_like(tensor, device="npu"))
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        module._apply(fake)
+        for part in module.modules():  # tensors that are neither parameters nor buffers
+            vars(part).update({name: fake(value) for name, value in vars(part).items() if torch.is_tensor(value)})
+        yield _moved(inputs, fake)
+
+
+def _moved(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same with its tensors moved; objects are changed in place."""
+    if isinstance(value, torch.Tensor):
+        return move(value)
+    if isinstance(value, torch.device):  # a cache notes its own
+        return torch.device("npu:0")
+    if isinstance(value, dict):
+        return {key: _moved(item, move) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(item, move) for item in value)
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        vars(value).update({name: _moved(item, move) for name, item in vars(value).items()})
+    return value
