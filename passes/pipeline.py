@@ -23,13 +23,13 @@ from .launches import count_launches
 from .preserve import preserve, restore
 from .report import Report
 from .rewriter import Rewriter
-from .specialise import specialise_module_floats
+from .specialise import specialise_floats
 
 
 def prepare(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a Dynamo graph for AOTAutograd: ops that are to stay whole are opaque, floats of modules are bound."""
+    """A copy of a Dynamo graph for AOTAutograd: ops that are to stay whole are opaque, floats of the model are bound."""
     prepared = preserve(module)
-    specialise_module_floats(prepared.graph)
+    specialise_floats(prepared.graph)
     prepared.recompile()
     return prepared
 

@@ -78,15 +78,20 @@ class Rewriter:
         """Whether a node is still in the graph."""
         return not node._erased
 
-    def size(self, size: Size, like: fx.Node, dim: int) -> int | fx.Node:
-        """A size as an argument: its number, or the node that holds it (of axis `dim` of `like`)."""
+    def known_size(self, size: Size) -> int | fx.Node | None:
+        """A size as an argument: its number, or the node that holds it; None where there is none yet."""
         static = static_int(size)
         if static is not None:
             return static
         assert isinstance(size, torch.SymInt)
-        known = self._symbols.get(size.node.expr)
+        return self._symbols.get(size.node.expr)
+
+    def size(self, size: Size, like: fx.Node, dim: int) -> int | fx.Node:
+        """A size as an argument: its number, or the node that holds it (of axis `dim` of `like`)."""
+        known = self.known_size(size)
         if known is not None:
             return known
+        assert isinstance(size, torch.SymInt)
         with self.graph.inserting_after(like):
             node = self.graph.call_function(aten.sym_size.int, (like, dim))
         node.meta["val"] = size
@@ -225,6 +230,17 @@ class Edit:
     def sizes(self, node: fx.Node) -> list[int | fx.Node]:
         """The shape of a node as arguments for a view."""
         return [self.rewriter.size(size, node, dim) for dim, size in enumerate(values.shape(node))]
+
+    def known_sizes(self, node: fx.Node) -> list[int | fx.Node]:
+        """The shape of a node as arguments for a view, without reading the node: one unknown size is -1.
+
+        Raises:
+            Refused: more than one is unknown.
+        """
+        found = [self.rewriter.known_size(size) for size in values.shape(node)]
+        if found.count(None) > 1:
+            raise Refused(f"of the shape {tuple(values.shape(node))} more than one size can't be told beforehand")
+        return [-1 if size is None else size for size in found]
 
     # Replacing ---------------------------------------------------------------------------------------------------
 

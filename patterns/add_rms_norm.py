@@ -1,4 +1,7 @@
-"""RMSNorm of a residual add:  s = x1 + x2;  y = rms_norm(s).  Both s and y may have other users."""
+"""RMSNorm of a residual add:  s = x1 + x2;  y = rms_norm(s).
+
+Both s and y may have other users; between them s may be cast, and its axes cut or joined in row-major order.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from torch import fx
 
 from . import values
 from .canonical import Canonicaliser
-from .match import Findings, Match, Miss
+from .match import Findings, Match
+from .movement import ROW_MAJOR_VIEWS, trace
 from .rms_norm import RmsNorm
 
 KIND = "add_rms_norm"
@@ -19,7 +23,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class AddRmsNorm:
-    """The norm, and nothing more: the add has operands of one shape and type, and no factor."""
+    """The norm, and nothing more: the add has operands of one shape, and no factor."""
 
     norm: RmsNorm
 
@@ -27,12 +31,12 @@ class AddRmsNorm:
         return self.norm.public()
 
 
-def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
+def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | None:
     """Recognises a norm whose input is the sum of two tensors of its own shape."""
     norm = findings.at("rms_norm", node)
     if norm is None:
         return None
-    add = norm.inputs["x"]
+    add, _ = trace(norm.inputs["x"], lambda n: values.is_float_cast(n) or n.target in ROW_MAJOR_VIEWS)
     if findings.at("rope", add) is not None:
         return None  # the sum inside a rotation is no residual
     if add.target is not aten.add.Tensor or add.kwargs.get("alpha", 1) != 1 or len(add.args) != 2:
@@ -42,9 +46,6 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
         return None
     if any(not values.same_shape(values.shape(x), values.shape(add)) for x in (x1, x2)):
         return None
-    if any(values.dtype(x) != values.dtype(add) for x in (x1, x2)):
-        message = "the operands of the add are {} and {}; the add and norm op takes them of one type"
-        return Miss(KIND, node, message, (values.dtype(x1), values.dtype(x2)), place=add)
     assert isinstance(norm.params, RmsNorm)
     inputs = {**norm.inputs, "x1": x1, "x2": x2, "sum": add}
     return Match(KIND, node, inputs, AddRmsNorm(norm.params), norm.claimed, (norm,))

@@ -40,6 +40,7 @@ class RmsNorm:
         weight: whether there is a weight.
         offset: added to the weight: 1.0 for the Gemma family.
         bias: whether a bias is added.
+        scaled_before: whether x is multiplied by a vector before it is normed.
         gate: the activation of the gate that multiplies x or the result; None without a gate.
         statistics_dtype: the narrowest type in which the squares are averaged.
         scale_dtype: the narrowest type that the inverse root takes before it scales.
@@ -47,7 +48,7 @@ class RmsNorm:
             weight is multiplied in earlier.
         dtype: type of the result.
         steps: all types that something is computed in or rounded to.
-        spelling: the formula, over x, weight, bias and gate.
+        spelling: the formula, over x, weight, bias, gate and, of what is scaled before, scale.
     """
 
     eps: float
@@ -56,6 +57,7 @@ class RmsNorm:
     weight: bool
     offset: float
     bias: bool
+    scaled_before: bool
     gate: str | None
     statistics_dtype: torch.dtype
     scale_dtype: torch.dtype
@@ -63,6 +65,11 @@ class RmsNorm:
     dtype: torch.dtype
     steps: frozenset[torch.dtype]
     spelling: Spelling
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether there is more to it than the norm and its weight: a smaller norm in it is that alone."""
+        return self.bias or self.scaled_before or self.gate is not None
 
     def public(self) -> dict[str, Any]:
         return {
@@ -72,6 +79,7 @@ class RmsNorm:
             "weight": self.weight,
             "offset": self.offset,
             "bias": self.bias,
+            "scaled_before": self.scaled_before,
             "dtype": self.dtype,
             "gated": self.gate is not None,
             "spelling": str(self.spelling),
@@ -82,7 +90,7 @@ def term(pool: TermPool, match: Match, c: Canonicaliser) -> Term:
     """What larger rules see of a recognised norm: one opaque value, whose bare form still takes a weight."""
     p = match.params
     assert isinstance(p, RmsNorm)
-    if p.bias or p.gate is not None:
+    if p.is_composite:
         (inner,) = match.parts
         return term(pool, inner, c) if inner.node is match.node else c.terms[match.node]
     x = c.terms[match.inputs["x"]]
@@ -145,7 +153,7 @@ def _match_norm(node: fx.Node, value: Product, c: Canonicaliser, findings: Findi
     found = _read(node, bound, ("x", "weight"), c)
     if isinstance(found, Miss) or found is None:
         return found
-    return _with_gate_before(found, c, findings)
+    return _with_scale_before(_with_gate_before(found, c, findings), c)
 
 
 def _difference(near: Bound, pool: TermPool) -> tuple[str, int] | None:
@@ -186,7 +194,7 @@ def _match_cast(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | 
     params = replace(inner.params, dtype=dtype, steps=inner.params.steps | {dtype}, spelling=spelling)
     if not params.weight:
         params = replace(params, normed_dtype=dtype)
-    parts = inner.parts if params.bias or params.gate is not None else ()
+    parts = inner.parts if params.is_composite else ()
     return Match(KIND, node, inner.inputs, params, (*inner.claimed, node), parts, inner.replaces)
 
 
@@ -201,7 +209,7 @@ def _match_grouped(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match
     whole, _ = trace(inner.inputs["x"], lambda n: n.target in ROW_MAJOR_VIEWS or _is_cast(n))
     shape = values.shape(node)
     split = values.shape(below)
-    if p.weight or p.bias or p.gate is not None or p.groups != 1 or len(split) != len(shape) + 1:
+    if p.weight or p.is_composite or p.groups != 1 or len(split) != len(shape) + 1:
         return None
     groups, width = static_int(split[-2]), values.last_dim(node)
     if groups is None or not values.same_shape(split[:-2], shape[:-1]) or groups * p.hidden_size != width:
@@ -241,9 +249,14 @@ def _match_gated(node: fx.Node, value: Product, c: Canonicaliser, findings: Find
         if isinstance(found, Match):
             assert isinstance(found.params, RmsNorm)
             inner = _largest_within(found.claimed[:-1], findings)
-            if inner is not None:
+            if inner is not None and _written_together(inner.node, node):
                 return replace(found, params=replace(found.params, gate=activation), parts=(inner,))
     return None
+
+
+def _written_together(norm: fx.Node, product: fx.Node) -> bool:
+    """Whether one module of the model wrote both: a gate outside the norm's own is a gated unit behind the norm."""
+    return values.module_path(norm) == values.module_path(product)
 
 
 def _with_gate_before(norm: Match, c: Canonicaliser, findings: Findings) -> Match:
@@ -261,6 +274,25 @@ def _with_gate_before(norm: Match, c: Canonicaliser, findings: Findings) -> Matc
     activation = unit.params.public()["activation"]
     claimed = tuple(sorted({*norm.claimed, *unit.claimed}))
     return Match(KIND, norm.node, inputs, replace(p, gate=activation, spelling=spelling), claimed, (norm,), (unit,))
+
+
+def _with_scale_before(norm: Match, c: Canonicaliser) -> Match:
+    """The norm, with the vector that x has been multiplied by for it alone."""
+    p = norm.params
+    assert isinstance(p, RmsNorm)
+    product, casts = trace(norm.inputs["x"], _is_cast)
+    above = {*norm.claimed, *casts}
+    if p.is_composite or product.target is not torch.ops.aten.mul.Tensor or not product.users.keys() <= above:
+        return norm
+    for x, factor in (product.args, product.args[::-1]):
+        if not isinstance(x, fx.Node) or not isinstance(factor, fx.Node) or not values.is_vector(factor, p.hidden_size):
+            continue
+        inputs = {**norm.inputs, "x": values.strip_widening(x), "scale": _origin(factor, c)}
+        spelling = spell(norm.node, inputs, c)
+        if spelling is not None and values.same_shape(values.shape(x), values.shape(norm.node)):
+            params = replace(p, scaled_before=True, spelling=spelling)
+            return Match(KIND, norm.node, inputs, params, tuple(sorted({*above, product})), (norm,))
+    return norm
 
 
 def _is_pair(gate: fx.Node, up: fx.Node) -> bool:
@@ -349,6 +381,7 @@ def _params(
         weight="weight" in inputs,
         offset=offset,
         bias="bias" in inputs,
+        scaled_before=False,
         gate=None,
         statistics_dtype=_narrowest(n for n in (*averaged, *filter(computes, scales)) if n in active) or dtype,
         scale_dtype=_narrowest(scales) or dtype,

@@ -19,8 +19,8 @@ def lower(match: Match, edit: Edit) -> OpContract:
     """One op for a norm: the Gemma form where 1 is added to the weight, the plain one otherwise."""
     p = match.params
     assert isinstance(p, RmsNorm)
-    if p.bias or p.gate is not None:
-        (norm,) = match.parts  # no op takes a bias or a gate: they stay as they are
+    if p.is_composite:
+        (norm,) = match.parts  # no op takes a bias, a scale before or a gate: they stay as they are
         return lower(norm, edit)
     if p.groups != 1:
         raise Refused(f"it norms {p.groups} groups of the last axis, each on its own; the op norms the whole axis")
@@ -55,16 +55,26 @@ def lower_add(match: Match, edit: Edit) -> OpContract:
     total = match.inputs["sum"]
     if total is not edit.current(total):
         raise Refused("the add has been taken by another fusion")
+    if p.is_composite or p.groups != 1:
+        raise Refused("its norm has a bias, a gate, groups or a scale before it")
     x1, x2 = (edit.current(match.inputs[name]) for name in ("x1", "x2"))
-    _check_dtype(p, x1)
+    if values.dtype(match.inputs["x"]) != values.dtype(total):
+        rounded = values.dtype(match.inputs["x"])
+        raise Refused(f"the sum is rounded to {rounded} before the norm; the op norms it as it is")
+    _check_dtype(p, total)
     if p.dtype.itemsize < 4:
         edit.note(f"the op takes the statistics from the sum before it is rounded to {p.dtype}")
         if p.weight and p.normed_dtype != p.dtype:
             edit.note(f"the op rounds the normed x to {p.dtype} before the weight; the model does not")
     note_statistics(p, edit)
     x1, x2 = edit.contiguous(x1), edit.contiguous(x2)
+    is_viewed = not values.same_shape(values.shape(total), values.shape(match.node))
+    if is_viewed:
+        shape = edit.sizes(x1)
+        x1, x2 = (edit.view(x, edit.known_sizes(match.node)) for x in (x1, x2))
     added = edit.op(contract, x1=x1, x2=x2, gamma=gamma(match, x1, edit), epsilon=p.eps)
-    edit.replace(total, edit.item(added, 2))
+    new_total = edit.item(added, 2)
+    edit.replace(total, edit.view(new_total, shape) if is_viewed else new_total)
     edit.replace(match.node, edit.item(added, 0))
     return contract
 

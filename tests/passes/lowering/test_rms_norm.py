@@ -139,12 +139,44 @@ def test_a_broadcast_add_is_no_residual() -> None:
     assert found.report.ops == {"npu::npu_rms_norm": 1}
 
 
-def test_an_add_of_two_types_is_reported() -> None:
+@pytest.mark.parametrize(("size", "dynamic"), [(64, None), (32, None), (128, None), (64, True), (32, True)])
+def test_a_sum_that_is_viewed_before_the_norm_is_one_launch(size, dynamic) -> None:
+    class Model(Residual):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            total = x + y
+            return self.norm(total.view(-1, size), self.weight), total
+
+    x, y = torch.randn(2, 6, 64), torch.randn(2, 6, 64)
+    for tensor in (x, y):
+        torch._dynamo.mark_static(tensor, 2)
+    model = Model(llama, size)
+    found = compiled(model, x, y, dynamic=dynamic)
+    assert found.report.ops == {"npu::npu_add_rms_norm": 1}
+    assert found.report.launches_after == 1
+    for value, wanted in zip(found.output, model(x, y), strict=True):
+        torch.testing.assert_close(value, wanted)
+        assert value.stride() == wanted.stride()
+
+
+def test_a_sum_that_is_rounded_before_the_norm_is_refused() -> None:
+    def model(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + y
+        return llama(total.bfloat16(), w), total
+
+    report = compiled(model, torch.randn(3, 64), torch.randn(3, 64), torch.randn(64).bfloat16()).report
+    assert report.ops == {"npu::npu_rms_norm": 1}
+    (add,) = [site for site in report.sites if site.kind == "add_rms_norm"]
+    assert add.reason == "the sum is rounded to torch.bfloat16 before the norm; the op norms it as it is"
+
+
+def test_an_add_of_two_types_is_refused() -> None:
     x, y = torch.randn(3, 64), torch.randn(3, 64, dtype=torch.bfloat16)
     report = compiled(Residual(llama), x, y).report
     assert report.ops == {"npu::npu_rms_norm": 1}
-    (missed,) = [site for site in report.sites if site.status == "missed"]
-    assert "torch.float32 and torch.bfloat16" in missed.reason
+    (add,) = [site for site in report.sites if site.kind == "add_rms_norm"]
+    assert add.status == "refused"
+    assert "bfloat16" in add.reason
+    assert "float32" in add.reason
 
 
 def test_two_norms_of_one_sum_share_it() -> None:
