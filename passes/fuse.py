@@ -34,8 +34,6 @@ def fuse(rewriter: Rewriter, findings: Findings, options: Options) -> list[Site]
                     raise Refused(f"{kind} is turned off by Options.disable")
                 with rewriter.edit(match.node, match.claimed) as edit:
                     contract = lower(match, edit)
-                    if options.exact_rounding and edit.notes:
-                        raise Refused(f"Options.exact_rounding is on, and {edit.notes[0]}")
             except Refused as refusal:
                 site.status, site.reason = "refused", str(refusal)
             else:

@@ -49,7 +49,13 @@ def optimise(
     with _timed(report, "recognise"):
         findings = recognise(module.graph)
     with _timed(report, "fuse"):
-        rewriter = Rewriter(module, target, parameters, pack_weights=options.pack_weights)
+        rewriter = Rewriter(
+            module,
+            target,
+            parameters,
+            pack_weights=options.pack_weights,
+            exact_rounding=options.exact_rounding,
+        )
         report.sites = fuse(rewriter, findings, options)
     with _timed(report, "cleanup"):
         leave(module)

@@ -35,16 +35,24 @@ class Rewriter:
         target: the machine that contracts are judged for.
         parameters: the placeholders that are parameters of the model, with what they hold.
         pack_weights: whether parameters may be packed.
+        exact_rounding: whether an op that rounds elsewhere than the model is refused.
     """
 
     def __init__(
-        self, module: fx.GraphModule, target: Target, parameters: Mapping[fx.Node, torch.Tensor], *, pack_weights: bool
+        self,
+        module: fx.GraphModule,
+        target: Target,
+        parameters: Mapping[fx.Node, torch.Tensor],
+        *,
+        pack_weights: bool,
+        exact_rounding: bool = False,
     ) -> None:
         self.module = module
         self.graph = module.graph
         self.target = target
         self.parameters = parameters
         self.pack_weights = pack_weights
+        self.exact_rounding = exact_rounding
         self.regions = regions(self.graph)
         self.placeholders = list(self.graph.find_nodes(op="placeholder"))
         self.fake_mode = self._fake_mode()
@@ -130,8 +138,27 @@ class Edit:
         return self.rewriter.current(node)
 
     def note(self, rounding: str) -> None:
-        """Notes a rounding in which the op differs from the model."""
+        """Notes a rounding in which the op differs from the model.
+
+        Raises:
+            Refused: only exact rounding is wanted.
+        """
+        if self.rewriter.exact_rounding:
+            raise Refused(f"Options.exact_rounding is on, and {rounding}")
         self.notes.append(rounding)
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """A part of the edit that is undone alone where it is refused, so that another can be tried in its place."""
+        created, shared, notes, replacements = map(
+            len, (self._created, self._shared, self.notes, self._replacements)
+        )
+        try:
+            yield
+        except Refused:
+            self._undo(created, shared)
+            del self.notes[notes:], self._replacements[replacements:]
+            raise
 
     # New nodes ---------------------------------------------------------------------------------------------------
 
@@ -314,12 +341,17 @@ class Edit:
 
     def roll_back(self) -> None:
         """Takes all new nodes out again."""
-        for key in self._shared:
+        self._undo(0, 0)
+
+    def _undo(self, created: int, shared: int) -> None:
+        """Takes out all nodes but the first `created`, and forgets what has been shared but the first `shared`."""
+        for key in self._shared[shared:]:
             self.rewriter.shared.pop(key, None)
-        for node in reversed(self._created):
+        for node in reversed(self._created[created:]):
             if not node._erased:
                 self.rewriter.graph.erase_node(node)
             self.rewriter.regions.pop(node, None)
+        del self._shared[shared:], self._created[created:]
 
 
 def _value(argument: Any) -> Any:
