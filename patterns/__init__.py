@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from . import add_rms_norm, glu, qkv, rms_norm, rope
+from . import add_rms_norm, glu, norm_cast, norm_quant, qkv, rms_norm, rope
 from .canonical import Canonicaliser
 from .match import Findings, Match, Miss
 from .term import TermPool
@@ -30,6 +30,8 @@ RULES: tuple[Rule, ...] = (
     Rule(rms_norm.KIND, rms_norm.match),
     Rule(rope.KIND, rope.match),
     Rule(add_rms_norm.KIND, add_rms_norm.match),
+    Rule(norm_cast.KIND, norm_cast.match),
+    Rule(norm_quant.KIND, norm_quant.match),
     Rule(qkv.CHAIN, qkv.match_chain),
     Rule(qkv.ROPE_THEN_NORM, qkv.match_rope_then_norm),
     Rule(qkv.KIND, qkv.match),

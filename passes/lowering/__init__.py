@@ -6,19 +6,23 @@ from collections.abc import Callable, Mapping
 
 from ...patterns import add_rms_norm as add_rms_norm_pattern
 from ...patterns import glu as glu_pattern
+from ...patterns import norm_cast as norm_cast_pattern
+from ...patterns import norm_quant as norm_quant_pattern
 from ...patterns import qkv as qkv_pattern
 from ...patterns import rms_norm as rms_norm_pattern
 from ...patterns import rope as rope_pattern
 from ...patterns.match import Match
 from ...runtime.ops.contract import OpContract
 from ..rewriter import Edit
-from . import glu, qkv, rms_norm, rope
+from . import glu, norm_cast, norm_quant, qkv, rms_norm, rope
 
 Lowering = Callable[[Match, Edit], OpContract]
 
 # Larger kinds first: what they take is not lowered again.
 LOWERINGS: Mapping[str, Lowering] = {
     qkv_pattern.KIND: qkv.lower,
+    norm_quant_pattern.KIND: norm_quant.lower,
+    norm_cast_pattern.KIND: norm_cast.lower,
     add_rms_norm_pattern.KIND: rms_norm.lower_add,
     glu_pattern.KIND: glu.lower,
     rms_norm_pattern.KIND: rms_norm.lower,
