@@ -186,15 +186,23 @@ def _match_cast(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | 
     inner = findings.at(KIND, below)
     if inner is None or not values.is_rounding(node) or values.is_float_cast(below):
         return None  # no cast, or the second one, whose roundings would add up
+    return _cast(node, inner, c)
+
+
+def _cast(node: fx.Node, inner: Match, c: Canonicaliser) -> Match | None:
     spelling = spell(node, inner.inputs, c)
-    assert isinstance(inner.params, RmsNorm)
     if spelling is None:
         return None
     dtype = values.dtype(node)
-    params = replace(inner.params, dtype=dtype, steps=inner.params.steps | {dtype}, spelling=spelling)
-    if not params.weight:
+    p = inner.params
+    assert isinstance(p, RmsNorm)
+    params = replace(p, dtype=dtype, steps=p.steps | {dtype}, spelling=spelling)
+    if not p.weight:
         params = replace(params, normed_dtype=dtype)
-    parts = inner.parts if params.is_composite else ()
+    parts = inner.parts
+    if parts and parts[0].node is inner.node:  # what is scaled or gated before: the norm in it is cast likewise
+        part = _cast(node, parts[0], c)
+        parts = (part,) if part is not None else parts
     return Match(KIND, node, inner.inputs, params, (*inner.claimed, node), parts, inner.replaces)
 
 

@@ -321,6 +321,33 @@ def test_a_gate_is_a_part_of_the_norm_and_no_unit_of_its_own(gated, dtype: torch
     assert found.report.count("rms_norm", gated=True) == 1
 
 
+def _scaled_first(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    scaled = (x.float() * (1.0 + w)).to(x.dtype).float()
+    return (scaled * torch.rsqrt(scaled.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_vector_that_scales_x_for_the_norm_alone_is_a_part_of_it(dtype: torch.dtype) -> None:
+    x, w = tensors(dtype, dtype)
+    found = compiled(_scaled_first, x, w)
+    (match,) = matches_of_outputs(found)
+    assert match.params.scaled_before
+    assert match.inputs["x"].op == "placeholder"
+    assert repeats(match, found.values())
+    assert found.report.ops == {"npu::npu_rms_norm": 1}
+    torch.testing.assert_close(found.output, _scaled_first(x, w))
+
+
+def test_a_scaled_x_that_is_used_elsewhere_is_x_itself() -> None:
+    def model(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        scaled = x * w
+        return [spellings.BARE["x / sqrt"](scaled), scaled]
+
+    (match,) = compiled(model, *tensors(FP32, FP32)).findings().of("rms_norm")
+    assert not match.params.scaled_before
+    assert match.inputs["x"].name == "mul"
+
+
 def test_a_norm_of_an_mlps_unit_has_no_gate() -> None:
     def model(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return spellings.WEIGHTED["llama"](functional.silu(functional.linear(x, a)) * functional.linear(x, b), w)

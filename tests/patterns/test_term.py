@@ -63,8 +63,26 @@ ONE_TERM: dict[str, list[Function]] = {
         lambda x, y: x.mean(-1).unsqueeze(-1),
         lambda x, y: x.mean(-1)[:, None],
     ],
+    "a multiple of a sum": [
+        lambda x, y: 2 * (x + 3 * y + 1),
+        lambda x, y: 2 * x + 6 * y + 2,
+        lambda x, y: (x + 3 * y + 1) / 0.5,
+    ],
+    "expanded and viewed": [
+        lambda x, y: x * y.mean(-1, keepdim=True),
+        lambda x, y: x * y.mean(-1, keepdim=True).expand_as(x),
+        lambda x, y: x * y.mean(-1).view(-1, 1),
+        lambda x, y: x * y.mean(-1).view(-1, 1)[None],
+    ],
+    "sum with a product": [lambda x, y: x + 2 * x * y, lambda x, y: torch.addcmul(x, x, y, value=2)],
+    "sigmoid": [
+        lambda x, y: torch.sigmoid(x),
+        lambda x, y: 1 / (1 + torch.exp(-x)),
+        lambda x, y: (1 + (-x).exp()) ** -1,
+    ],
     "silu": [
         lambda x, y: functional.silu(x),
+        lambda x, y: x / (1 + torch.exp(-x)),
         lambda x, y: x * torch.sigmoid(x),
         lambda x, y: torch.sigmoid(x) * x,
     ],
