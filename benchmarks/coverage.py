@@ -43,7 +43,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     measuring.add_argument("device", choices=DEVICES)
     measuring.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     measuring.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES, metavar="PHASE")
-    measuring.add_argument("--resume", action="store_true", help="keep rows that were measured with this very npu_fuse")
+    measuring.add_argument("--resume", action="store_true", help="keep what was measured with this very npu_fuse")
     measuring.add_argument("--jobs", type=int, default=2, help="models at a time")
     measuring.add_argument("--timeout", type=float, default=600, help="seconds for one model")
     commands.add_parser("table", help="print the results")
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     for model in options.models:
         phases = [phase for phase in phases_of(model, options.device) if phase in options.phases]
         if options.resume:
-            phases = [phase for phase in phases if rows.get((model, phase), {}).get("source") != source]
+            phases = [phase for phase in phases if not is_kept(rows.get((model, phase)), source)]
         if phases:
             todo[model] = phases
     console = Console()
@@ -71,6 +71,11 @@ def run(options: argparse.Namespace) -> int:
                     console.print(f"[red]{row['model']} {row['phase']}[/]: {row['error']}", highlight=False)
             save(options.device, rows.values())
     return 0
+
+
+def is_kept(row: Row | None, source: str) -> bool:
+    """Whether a row need not be measured again."""
+    return row is not None and row["source"] == source and "error" not in row
 
 
 def measured(device: str, model: str, phases: Sequence[str], timeout: float) -> list[Row]:

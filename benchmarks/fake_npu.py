@@ -13,6 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 __all__ = ["on_fake_npu"]
 
 
+def _ones(size: list[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
 @contextmanager
 def on_fake_npu(module: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Moves a module to the fake NPU, for good, and gives its inputs there.
@@ -28,7 +32,13 @@ def on_fake_npu(module: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str,
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         return fakes.setdefault(tensor, torch.empty_like(tensor, device="npu"))
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.no_grad(),
+        torch.library._scoped_library("aten", "IMPL") as library,
+    ):
+        # A compilation makes its constants as real tensors; without a kernel, as nobody looks into them.
+        library.impl("ones", _ones, "PrivateUse1", allow_override=True)
         module._apply(fake)
         for part in module.modules():  # tensors that are neither parameters nor buffers
             vars(part).update({name: fake(value) for name, value in vars(part).items() if torch.is_tensor(value)})

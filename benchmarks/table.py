@@ -27,7 +27,8 @@ def print_tables(results: Results) -> int:
     counted = [count for device, rows in results.items() for count in counts(device, rows)]
     unequal = [count for count in counted if count.found != count.true]
     for table in (per_model(results), totals(counted), beside_peers(results), differing(unequal), refusals(results)):
-        console.print(table)
+        if table.row_count:
+            console.print(table)
     errors = [f"{row['model']} {row['phase']} on {device}: {row['error']}" for device, row in failed(results)]
     for error in errors:
         console.print(Text(f"not measured: {error}", "red"))
