@@ -16,8 +16,8 @@ def perfect(model: str, phase: str = "prefill", **content: object) -> dict[str, 
 
 def test_counts_peers_and_differences_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
-        perfect("llama", lowered={"rms_norm": 2}, peers={"torchair": {"rope": 3}}, difference=2.5e-7),
-        perfect("llama", "decode", lowered={"rms_norm": 2}, peers={"torchair": {"rope": 3}}),
+        perfect("mamba", lowered={"rms_norm": 2}, peers={"torchair": {"rope": 5}}, difference=2.5e-7),
+        perfect("mamba", "decode", lowered={"rms_norm": 2}, peers={"torchair": {"rope": 5}}),
     ]
     assert print_tables({"cpu": rows, "npu": []}) == 0
     printed = capsys.readouterr().out
