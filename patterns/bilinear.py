@@ -8,7 +8,7 @@ its imaginary part. Sizes are small stand-ins for the real ones, so the cost doe
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ _JOINING = frozenset({aten.neg.default, aten.cat.default, aten.stack.default, at
 # A result that is written piece by piece: the pieces are put into memory that holds nothing yet.
 _WRITES = frozenset({aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default})
 _UNWRITTEN = frozenset({aten.empty_like.default, aten.new_empty.default, aten.empty.memory_format})
+_SCALINGS = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.rsub.Scalar, aten.sub.Tensor})
 _COMPLEX_VIEWS = frozenset({aten.view_as_complex.default, aten.view_as_real.default})
 
 
@@ -78,16 +79,18 @@ class Readings:
 # The nodes --------------------------------------------------------------------------------------------------------
 
 
-def formula(root: fx.Node, c: Canonicaliser, findings: Findings) -> Formula | None:
-    """Reads a node as the root of a sum of products; None where it is none."""
+def formulas(root: fx.Node, c: Canonicaliser, findings: Findings) -> Iterator[Formula]:
+    """The ways to read a node as the root of a sum of products, the one with the nearest x first."""
     products = _products(root, findings)
     if products is None:
-        return None
+        return
     origins = {factor: _moved_from(factor) for product in products for factor in tensor_inputs(product)}
     shared = set().union(*(origins[factor] for factor in tensor_inputs(products[0])))
     for x in sorted(shared, reverse=True):
         if values.tensor(x) is None or not values.same_shape(values.shape(x), values.shape(root)):
             continue
+        if values.is_float_cast(x) and source(x) in shared:
+            continue  # it is read again below the cast
         table_of = _tables(x, products, origins, c)
         if table_of is None:
             continue
@@ -96,8 +99,7 @@ def formula(root: fx.Node, c: Canonicaliser, findings: Findings) -> Formula | No
             tables *= 2
         nodes = _between(root, x, products, table_of)
         if 2 <= len(tables) <= 4 and nodes is not None:
-            return Formula(root, x, tuple(tables), table_of, products, nodes)
-    return None
+            yield Formula(root, x, tuple(tables), table_of, products, nodes)
 
 
 def _is_linear(node: fx.Node) -> bool:
@@ -110,9 +112,15 @@ def _is_moved(node: fx.Node) -> bool:
         node.target in _JOINING
         or node.target in _WRITES
         or node.target in _COMPLEX_VIEWS
+        or _is_scaled(node)
         or is_movement(node)
         or values.is_float_cast(node)
     )
+
+
+def _is_scaled(node: fx.Node) -> bool:
+    """True for a tensor times a number, or a number minus a tensor: of a rotation only -1 and 0 are left."""
+    return node.target in _SCALINGS and len(tensor_inputs(node)) == 1
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
@@ -337,7 +345,10 @@ def _evaluate(f: Formula, x: torch.Tensor, tables: list[torch.Tensor], sizes: Si
             known[node] = known[source(node)]
             continue
         if node.target in _UNWRITTEN:  # what is left of it in the result is no number
-            known[node] = torch.full_like(x, torch.nan)
+            shape = values.shape(node)
+            if not values.same_shape(shape[:-1], leading):
+                return None
+            known[node] = x.new_full((*x.shape[:-1], sizes(shape[-1])), torch.nan)
             continue
         if node.target is aten.copy.default:
             known[node] = known[tensor_inputs(node)[0]]

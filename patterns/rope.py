@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from . import values
-from .bilinear import SUMS, Formula, Read, Readings, formula, read
+from .bilinear import SUMS, Formula, Read, Readings, formulas, read
 from .canonical import Canonicaliser
 from .match import Findings, Match, Miss
 from .spelling import Spelling, spell
@@ -76,11 +76,26 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
         return _match_cast(node, c, findings)
     if node.target not in _ROOTS or not values.is_float(node):
         return None
-    found = formula(node, c, findings)
-    if found is None:
-        return None
+    near: Miss | None = None
+    matched: Match | None = None
+    for found in formulas(node, c, findings):
+        result = _match_formula(found, c)
+        if isinstance(result, Match) and (matched is None or _takes_pairs_apart(result)):
+            matched = result
+        elif isinstance(result, Miss):
+            near = near or result
+    return matched or near
+
+
+def _takes_pairs_apart(match: Match) -> bool:
+    """Whether it does in one what may also be seen as a movement of x and a rotation of halves."""
+    assert isinstance(match.params, Rope)
+    return match.params.style == "deinterleave"
+
+
+def _match_formula(found: Formula, c: Canonicaliser) -> Match | Miss | None:
     if values.last_dim(found.x) is None:
-        return Miss(KIND, node, "the rotated axis has no static size", place=found.x)
+        return Miss(KIND, found.root, "the rotated axis has no static size", place=found.x)
     readings = read(found)
     if readings is None:
         return None
