@@ -89,7 +89,7 @@ def formulas(root: fx.Node, c: Canonicaliser, findings: Findings) -> Iterator[Fo
     for x in sorted(shared, reverse=True):
         if values.tensor(x) is None or not values.same_shape(values.shape(x), values.shape(root)):
             continue
-        if values.is_float_cast(x) and source(x) in shared:
+        if values.strip_widening(x) is not x:
             continue  # it is read again below the cast
         table_of = _tables(x, products, origins, c)
         if table_of is None:
