@@ -1,0 +1,414 @@
+"""What other compilers and kernels got wrong, by the public report: each is run as reported, and must be as eager.
+
+Most are the prologue of attention with one detail changed. All sizes are small, and all inputs differ per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  # its usual name
+
+from helpers import Compiled, compiled
+
+Tensor = torch.Tensor
+HEAD_DIM, HEADS, KV_HEADS, HIDDEN, TOKENS = 16, 4, 2, 32, 5
+Q, KV = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+PROLOGUE = "sgl_kernel_npu::split_qkv_rmsnorm_rope"
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + rotate_half(x) * sin
+
+
+class Prologue(nn.Module):
+    """One fused projection, per-head norms, rotation. What a report changes is given as a method of a subclass."""
+
+    width = Q + 2 * KV
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(HIDDEN, self.width, bias=False)
+        self.q_weight, self.k_weight = (nn.Parameter(torch.rand(HEAD_DIM) + 0.5) for _ in range(2))
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.projection(x).split([Q, KV, KV], -1)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1, HEAD_DIM)
+
+    def normed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.split(x)
+        return norm(self.heads(q), self.q_weight), norm(self.heads(k), self.k_weight), v
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor):
+        q, k, v = self.normed(x)
+        return rope(q, cos, sin), rope(k, cos, sin), v
+
+
+def inputs(rope_dim: int = HEAD_DIM, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    angles = torch.arange(TOKENS)[:, None, None] / 7 ** (torch.arange(rope_dim // 2) / rope_dim)
+    angles = torch.cat((angles, angles), -1)
+    return torch.randn(TOKENS, HIDDEN, dtype=dtype), angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def check(
+    model: Callable[..., object], *arguments: Tensor, dynamic: bool | None = None, **tolerance: float
+) -> Compiled:
+    """Compiles the call and compares outputs and their strides with eager's."""
+    with torch.no_grad():
+        wanted = model(*arguments)
+    found = compiled(model, *arguments, dynamic=dynamic)
+    pairs = zip(found.output, wanted, strict=True) if isinstance(wanted, tuple) else [(found.output, wanted)]
+    for value, expected in pairs:
+        torch.testing.assert_close(value, expected, **tolerance)
+        assert value.stride() == expected.stride()
+    return found
+
+
+# Fused to something else ---------------------------------------------------------------------------------------------
+
+
+def test_a_rotation_of_neighbours_is_not_fused_as_one_of_halves() -> None:
+    """vllm-project/vllm-ascend#12765"""
+
+    class Model(Prologue):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor):
+            def pairs(x: Tensor) -> Tensor:
+                a, b, c, s = x[..., ::2], x[..., 1::2], cos[..., : HEAD_DIM // 2], sin[..., : HEAD_DIM // 2]
+                return torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
+
+            q, k, v = self.normed(x)
+            return pairs(q), pairs(k), v
+
+    found = check(Model(), *inputs())
+    (call,) = [node for node in found.after.graph.nodes if str(node.target).startswith(PROLOGUE.replace("::", "."))]
+    assert call.kwargs.get("is_neox_style", call.args[-1]) is False
+
+
+def test_the_tail_of_a_partial_rotation_is_only_normed() -> None:
+    """vllm-project/vllm#43676, vllm-ascend#6880"""
+
+    class Model(Prologue):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor):
+            q, k, v = self.normed(x)
+            return *(torch.cat((rope(t[..., :8], cos, sin), t[..., 8:]), -1) for t in (q, k)), v
+
+    assert check(Model(), *inputs(rope_dim=8)).report.ops == {PROLOGUE: 1}
+
+
+def test_an_inner_value_that_is_used_elsewhere_is_kept() -> None:
+    """pytorch/pytorch#129689"""
+
+    class Model(Prologue):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor):
+            q, k, v = self.normed(x)
+            return rope(q, cos, sin), rope(k, cos, sin), v, q + q.sigmoid()
+
+    assert PROLOGUE in check(Model(), *inputs()).report.ops
+
+
+def test_an_input_that_is_computed_late_comes_before_the_op() -> None:
+    """pytorch/pytorch#148751, #162019"""
+
+    class Model(Prologue):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor):
+            q, k, v = self.normed(x)
+            rotated = rope(q, cos, sin)
+            late = cos + 0 * rotated.sigmoid().mean()
+            return rotated, rope(k, late, sin), v
+
+    check(Model(), *inputs())
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2), (2, 0), (2,), (1,), (2, 1, 0)])
+def test_outputs_keep_their_identity_whichever_are_used(order: tuple[int, ...]) -> None:
+    """pytorch/pytorch#137280"""
+
+    class Model(Prologue):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor):
+            results = super().forward(x, cos, sin)
+            return tuple(results[i] for i in order)
+
+    check(Model(), *inputs())
+
+
+def test_a_norm_without_a_residual_reads_no_old_memory() -> None:
+    """vllm-project/vllm#41972"""
+    weight = torch.rand(HIDDEN) + 0.5
+    x = torch.randn(TOKENS, HIDDEN)
+    found = check(norm, x, weight)
+    assert found.report.ops == {"npu::npu_rms_norm": 1}
+    for _ in range(3):
+        del_me = [torch.full((TOKENS, HIDDEN), torch.nan) for _ in range(8)]
+        del del_me
+        torch.testing.assert_close(found.function(x, weight), norm(x, weight))
+
+
+class _ThreeEqualParts(Prologue):
+    width = 3 * Q
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.projection(x).chunk(3, -1)
+
+
+class _KeysFirst(Prologue):
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, q, v = self.projection(x).split([KV, Q, KV], -1)
+        return q, k, v
+
+
+class _ValuesFirst(Prologue):
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        v, k, q = self.projection(x).split([KV, KV, Q], -1)
+        return q, k, v
+
+
+@pytest.mark.parametrize(
+    ("model", "is_fused"), [(Prologue, True), (_ThreeEqualParts, True), (_KeysFirst, False), (_ValuesFirst, False)]
+)
+def test_where_q_k_and_v_begin_is_read_off_the_graph(model: type[Prologue], is_fused: bool) -> None:
+    """vllm-project/vllm#13686"""
+    found = check(model(), *inputs())
+    assert (PROLOGUE in found.report.ops) == is_fused
+
+
+def conv_step(state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Callable | None) -> Tensor:
+    window = torch.cat((state, x), -1)
+    state.copy_(window[..., -state.shape[-1] :])
+    y = F.conv1d(window, weight.unsqueeze(1), bias, groups=weight.shape[0])[..., -x.shape[-1] :]
+    return y if activation is None else activation(y)
+
+
+@pytest.mark.parametrize("activation", [None, F.silu, lambda y: y * torch.sigmoid(y), F.relu])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_convolution_has_its_own_activation_and_bias(activation, with_bias: bool) -> None:
+    """sgl-project/sgl-kernel-npu#449, modelscope/twinkle#228"""
+    channels, width = 16, 4
+    weight, bias = torch.randn(channels, width), torch.ones(channels) if with_bias else None
+    state, x = torch.randn(2, channels, width - 1), torch.randn(2, channels, 1)
+    eager_state = state.clone()
+    wanted = conv_step(eager_state, x, weight, bias, activation)
+    found = compiled(lambda state, x: conv_step(state, x, weight, bias, activation), state, x)
+    torch.testing.assert_close(found.output, wanted)
+    torch.testing.assert_close(state, eager_state)
+
+
+# Not found -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_operands_may_be_swapped(swapped: bool) -> None:
+    """pytorch/pytorch#195782"""
+
+    def model(x: Tensor, weight: Tensor) -> Tensor:
+        bare = x * torch.rsqrt(1e-6 + x.pow(2).mean(-1, keepdim=True))
+        return bare * weight if swapped else weight * bare
+
+    found = check(model, torch.randn(TOKENS, HIDDEN), torch.rand(HIDDEN))
+    assert found.report.ops == {"npu::npu_rms_norm": 1}
+
+
+HEADS_OF: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda x: x.view(TOKENS, -1, HEAD_DIM),
+    "reshape": lambda x: x.reshape(-1, x.shape[-1] // HEAD_DIM, HEAD_DIM),
+    "unflatten": lambda x: x.unflatten(-1, (-1, HEAD_DIM)),
+}
+
+
+@pytest.mark.parametrize("name", HEADS_OF)
+def test_heads_are_cut_by_any_view(name: str) -> None:
+    """pytorch/pytorch#151649"""
+    model = Prologue()
+    model.heads = HEADS_OF[name]
+    assert check(model, *inputs()).report.ops == {PROLOGUE: 1}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_rows_of_a_cache_may_be_shared_or_looked_up_for_each(shared: bool) -> None:
+    """vllm-project/vllm#28042"""
+    cache = torch.cat((torch.rand(64, HEAD_DIM // 2), torch.rand(64, HEAD_DIM // 2)), -1)
+
+    class Model(Prologue):
+        def forward(self, x: Tensor, positions: Tensor):
+            def tables() -> list[Tensor]:
+                return [torch.cat((t, t), -1).unsqueeze(1) for t in cache.index_select(0, positions).chunk(2, -1)]
+
+            q, k, v = self.normed(x)
+            first = tables()
+            return rope(q, *first), rope(k, *(first if shared else tables())), v
+
+    found = check(Model(), torch.randn(TOKENS, HIDDEN), torch.tensor([3, 0, 7, 63, 1]))
+    assert [site.status for site in found.report.sites if site.kind == "qkv"] == ["lowered"]
+
+
+def test_an_op_writes_what_its_schema_says_whatever_its_names() -> None:
+    """pytorch/pytorch#137229, #132867"""
+    with torch.library._scoped_library("npu_fuse_test", "FRAGMENT") as library:
+        library.define("scaled_(Tensor x, Tensor? out=None) -> Tensor")
+        library.impl("scaled_", lambda x, out=None: x * 2, "CompositeExplicitAutograd")
+        torch.library.register_fake("npu_fuse_test::scaled_", lambda x, out=None: torch.empty_like(x), lib=library)
+
+        def model(x: Tensor, weight: Tensor) -> Tensor:
+            scaled = torch.ops.npu_fuse_test.scaled_(x, out=None)
+            scale = torch.rsqrt(scaled.pow(2).mean(-1, keepdim=True) + 1e-6)
+            torch.ops.npu_fuse_test.scaled_(scale)
+            return scaled * scale * weight
+
+        found = check(model, torch.randn(TOKENS, HIDDEN), torch.rand(HIDDEN))
+        assert found.report.ops == {"npu::npu_rms_norm": 1}
+
+
+def test_rows_may_be_viewed_between_the_projection_and_the_norm() -> None:
+    """NVIDIA/TensorRT-LLM#14781, #14796"""
+    projection, weight = nn.Linear(HIDDEN, HIDDEN, bias=False), torch.rand(HIDDEN)
+
+    def model(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = (projection(x) + residual).reshape(2, 3, HIDDEN)
+        return norm(total, weight), total
+
+    found = check(model, torch.randn(6, HIDDEN), torch.randn(6, HIDDEN))
+    assert found.report.ops == {"npu::npu_add_rms_norm": 1}
+
+
+@pytest.mark.parametrize(
+    "shape", [lambda x: (x.shape[0], -1, HEAD_DIM), lambda x: (-1, x.shape[-1] // HEAD_DIM, HEAD_DIM)]
+)
+def test_symbolic_views_are_one_whichever_size_is_left_open(shape) -> None:
+    """vllm-project/vllm#45910"""
+    model = Prologue()
+    model.heads = lambda x: x.view(shape(x))
+    arguments = inputs()
+    for tensor in arguments:
+        torch._dynamo.mark_static(tensor, tensor.dim() - 1)
+    torch._dynamo.mark_static(arguments[1], 1)
+    torch._dynamo.mark_static(arguments[2], 1)
+    assert check(model, *arguments, dynamic=True).report.ops == {PROLOGUE: 1}
+
+
+@pytest.mark.parametrize("mask_first", [False, True])
+def test_a_wide_mask_is_not_narrowed(mask_first: bool) -> None:
+    """pytorch/pytorch#196118, #195782"""
+    q, k, v = (torch.randn(1, 2, TOKENS, HEAD_DIM).half() for _ in range(3))
+    mask = torch.full((TOKENS, TOKENS), torch.finfo(torch.float32).min).triu(1)
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.transpose(-1, -2) * HEAD_DIM**-0.5
+        scores = mask + scores if mask_first else scores + mask
+        return scores.softmax(-1).to(q.dtype) @ v
+
+    check(model, q, k, v)
+
+
+# Layouts -------------------------------------------------------------------------------------------------------------
+
+
+def test_results_have_the_strides_that_the_model_relies_on() -> None:
+    """pytorch/pytorch#130394, XPU-Forces/xpu_graph#420"""
+
+    class Model(Prologue):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor):
+            q, k, v = super().forward(x, cos, sin)
+            row = v.as_strided((3, 4), (self.width, 2), Q + KV)
+            return q.view(-1, Q), k.view(-1, KV), v, row.clone()
+
+    check(Model(), *inputs())
+
+
+@pytest.mark.parametrize("tokens", [6, 16])
+def test_what_is_channels_is_not_told_by_sizes(tokens: int) -> None:
+    """xLLM-AI/xllm#1536, fla-org/flash-linear-attention#871: tokens == channels, and rows of a wider tensor"""
+    weight = torch.randn(6, 4)
+    whole = torch.randn(2, tokens, 18)
+
+    def model(whole: Tensor) -> Tensor:
+        x = whole[..., 6:12].transpose(1, 2)
+        return F.silu(F.conv1d(x, weight.unsqueeze(1), padding=3, groups=6)[..., :tokens]).transpose(1, 2)
+
+    check(model, whole)
+
+
+def test_one_state_serves_prefill_and_steps() -> None:
+    """sgl-project/sglang#26055"""
+    weight, prompt, token = torch.randn(16, 4), torch.randn(2, 16, 7), torch.randn(2, 16, 1)
+    state, eager_state = torch.zeros(2, 16, 3), torch.zeros(2, 16, 3)
+    wanted = [conv_step(eager_state, x, weight, None, F.silu) for x in (prompt, token)]
+    torch._dynamo.reset()
+    step = torch.compile(lambda state, x: conv_step(state, x, weight, None, F.silu), backend="npu_fuse")
+    for x, expected in zip((prompt, token), wanted, strict=True):
+        torch.testing.assert_close(step(state, x), expected)
+    torch.testing.assert_close(state, eager_state)
+
+
+# Types ---------------------------------------------------------------------------------------------------------------
+
+
+def test_casting_before_and_behind_the_weight_are_two_norms() -> None:
+    """InternLM/lmdeploy#2842, huggingface/transformers#29402"""
+    x, weight = torch.randn(8, 64).bfloat16(), torch.randn(64).bfloat16()
+
+    def gemma(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + weight.float())).to(x.dtype)
+
+    found = compiled(lambda x, weight: (norm(x, weight), gemma(x, weight)), x, weight)
+    assert found.report.ops == {"npu::npu_rms_norm": 1, "npu::npu_gemma_rms_norm": 1}
+    assert torch.equal(found.output[0], norm(x, weight))
+    assert torch.equal(found.output[1], gemma(x, weight))
+
+
+def test_angles_of_late_positions_stay_wide() -> None:
+    """huggingface/transformers#29285, #25681"""
+
+    class Model(Prologue):
+        def forward(self, x: Tensor, positions: Tensor):
+            angles = positions[:, None, None].float() / 10000 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+            angles = torch.cat((angles, angles), -1)
+            q, k, v = self.normed(x)
+            return *(rope(t.float(), angles.cos(), angles.sin()).to(x.dtype) for t in (q, k)), v
+
+    model = Model().bfloat16()
+    x, positions = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.arange(15958, 15963)
+    check(model, x, positions, rtol=2**-6, atol=2**-6)
+
+
+def test_wide_tables_of_a_narrow_x_stay_wide() -> None:
+    """Dao-AILab/flash-attention#823"""
+    x, cos, sin = torch.randn(2, 3, TOKENS, HEAD_DIM).bfloat16(), *(torch.randn(TOKENS, HEAD_DIM) for _ in range(2))
+
+    def model(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return (x.float() * cos + rotate_half(x.float()) * sin).to(x.dtype)
+
+    found = check(model, x, cos, sin, rtol=0, atol=0)
+    assert found.report.count("rope") == 1
+
+
+@pytest.mark.parametrize(("state_dtype", "dtype"), [(torch.bfloat16, torch.float16), (torch.float16, torch.float32)])
+def test_a_state_of_another_type_is_as_in_eager(state_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """sgl-project/sglang#30178, huggingface/transformers#32690"""
+    state = torch.randn(2, 16, 3).to(state_dtype)
+    weight, x = torch.randn(16, 4, dtype=dtype), torch.randn(2, 16, 1, dtype=dtype)
+
+    def model(state: Tensor, x: Tensor) -> Tensor:
+        window = torch.cat((state.to(x.dtype), x), -1)
+        state.copy_(window[..., -3:])
+        return F.silu((window * weight).sum(-1, keepdim=True))
+
+    eager_state = state.clone()
+    wanted = model(eager_state, x)
+    found = compiled(model, state, x)
+    torch.testing.assert_close(found.output, wanted)
+    assert torch.equal(state, eager_state)
