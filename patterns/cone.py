@@ -52,6 +52,8 @@ def computes(node: fx.Node) -> bool:
 def walk(root: fx.Node, is_input: Callable[[fx.Node], bool], limit: int = 64) -> Cone | None:
     """Walks from `root` (never an input itself) down to the nodes for which `is_input` holds.
 
+    Symbolic sizes on the way are neither nodes nor inputs.
+
     Returns:
         The cone, or None where it is larger than `limit` nodes.
     """
@@ -60,7 +62,7 @@ def walk(root: fx.Node, is_input: Callable[[fx.Node], bool], limit: int = 64) ->
     pending = [root]
     while pending:
         node = pending.pop()
-        if node in nodes or node in inputs:
+        if node in nodes or node in inputs or isinstance(node.meta.get("val"), torch.SymInt):
             continue
         if node is not root and (is_input(node) or node.op != "call_function"):
             inputs[node] = None
