@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # its usual name
 
 from helpers import compiled
+from npu_fuse import Target
 
 
 class Separate(nn.Module):
@@ -92,7 +93,11 @@ def thirds(y):
 
 @pytest.mark.parametrize(
     ("halves", "reason"),
-    [(swapped, "up is the first half"), (strided, "neither halves of one tensor"), (thirds, "neither halves")],
+    [
+        (swapped, "up is the first half"),
+        (strided, "take turns in one tensor"),
+        (thirds, "neither halves of one tensor"),
+    ],
 )
 def test_other_cuts_are_refused(halves, reason: str) -> None:
     projection = nn.Linear(16, 48)
@@ -112,9 +117,8 @@ def test_other_cuts_are_refused(halves, reason: str) -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (Separate(activation=F.gelu), "its activation is gelu; npu_swiglu computes silu"),
-        (Separate(activation=lambda x: F.gelu(x, approximate="tanh")), "its activation is gelu_tanh"),
-        (Separate(activation=torch.sigmoid), "its activation is sigmoid"),
+        (Separate(activation=torch.sigmoid), "its activation is sigmoid; there are ops for silu and gelu"),
+        (Separate(activation=F.relu), "its activation is relu; there are ops for silu and gelu"),
         (Separate((True, False)), "some of its projections have a bias"),
     ],
 )
@@ -125,6 +129,57 @@ def test_what_the_op_does_not_do_is_refused(model: nn.Module, reason: str) -> No
     assert reason in found.report.sites[0].reason
     with torch.no_grad():
         assert torch.equal(found.output, model(x))
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+GEGLU = {"npu::npu_geglu": 1}
+
+
+@pytest.mark.parametrize("activation", [F.gelu, gelu_tanh])
+@pytest.mark.parametrize("halves", [split, chunk, sliced, swapped])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gelu_of_either_half(activation, halves, dtype: torch.dtype) -> None:
+    def model(y: torch.Tensor) -> torch.Tensor:
+        gate, up = halves(y)
+        return activation(gate) * up
+
+    y = torch.randn(2, 5, 48, dtype=dtype)
+    found = compiled(model, y)
+    assert found.report.ops == GEGLU
+    assert found.report.launches_after == 1
+    torch.testing.assert_close(found.output, model(y))
+    (call,) = found.after.graph.find_nodes(op="call_function", target=torch.ops.npu.npu_geglu.default)
+    assert call.args[1:] == (-1, 0 if activation is F.gelu else 1, halves is not swapped)
+    roundings = found.report.sites[0].roundings
+    if dtype == torch.bfloat16:
+        assert f"the model rounds {activation.__name__}(gate) to torch.bfloat16 before the product" in roundings[0]
+    else:
+        assert not roundings
+        assert torch.equal(found.output, model(y))
+
+
+@pytest.mark.parametrize("activation", [F.gelu, gelu_tanh])
+def test_separate_projections_before_gelu_are_packed(activation) -> None:
+    model, x = Separate((True, True), activation), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        wanted = model(x)
+    found = compiled(model, x)
+    assert found.report.ops == GEGLU
+    assert found.report.launches_after == 2
+    torch.testing.assert_close(found.output, wanted)
+
+
+@pytest.mark.parametrize("soc", ["ascend910b", "ascend910_93", "ascend950", "ascend310p"])
+def test_geglu_is_chosen_by_soc(soc: str) -> None:
+    def model(y: torch.Tensor) -> torch.Tensor:
+        gate, up = y.chunk(2, -1)
+        return F.gelu(gate) * up
+
+    found = compiled(model, torch.randn(3, 48), target=Target(soc))
+    assert found.report.ops == (GEGLU if soc in ("ascend910b", "ascend910_93") else {})
 
 
 def test_weights_that_are_passed_in_are_not_packed() -> None:
