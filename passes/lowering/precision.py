@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 
+from ...patterns import values
 from ...patterns.values import is_widening
-from ..rewriter import Refused
+from ..rewriter import Edit, Refused
 
 
 def refuse_other_precision(result: torch.dtype, *steps: torch.dtype) -> None:
@@ -23,3 +25,14 @@ def refuse_other_precision(result: torch.dtype, *steps: torch.dtype) -> None:
             raise Refused("the model computes in torch.float64, the op in torch.float32")
         if not is_widening(result, step):
             raise Refused(f"the model rounds to {step} on the way to a result of {result}; the op does not")
+
+
+def widened(node: fx.Node, dtype: torch.dtype, edit: Edit) -> fx.Node:
+    """A node in a type that holds all its values.
+
+    Raises:
+        Refused: `dtype` does not.
+    """
+    if not is_widening(values.dtype(node), dtype):
+        raise Refused(f"its result is {dtype} for an input of {values.dtype(node)}")
+    return edit.cast(node, dtype)
