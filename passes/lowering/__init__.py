@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ...patterns import add_rms_norm as add_rms_norm_pattern
+from ...patterns import clipped_swiglu as clipped_swiglu_pattern
 from ...patterns import fast_gelu as fast_gelu_pattern
 from ...patterns import glu as glu_pattern
 from ...patterns import norm_cast as norm_cast_pattern
@@ -15,7 +16,7 @@ from ...patterns import rope as rope_pattern
 from ...patterns.match import Match
 from ...runtime.ops.contract import OpContract
 from ..rewriter import Edit
-from . import fast_gelu, glu, norm_cast, norm_quant, qkv, rms_norm, rope
+from . import clipped_swiglu, fast_gelu, glu, norm_cast, norm_quant, qkv, rms_norm, rope
 
 Lowering = Callable[[Match, Edit], OpContract]
 
@@ -25,6 +26,7 @@ LOWERINGS: Mapping[str, Lowering] = {
     norm_quant_pattern.KIND: norm_quant.lower,
     norm_cast_pattern.KIND: norm_cast.lower,
     add_rms_norm_pattern.KIND: rms_norm.lower_add,
+    clipped_swiglu_pattern.KIND: clipped_swiglu.lower,
     glu_pattern.KIND: glu.lower,
     fast_gelu_pattern.KIND: fast_gelu.lower,
     rms_norm_pattern.KIND: rms_norm.lower,
