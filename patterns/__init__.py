@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from . import add_rms_norm, clipped_swiglu, fast_gelu, glu, norm_cast, norm_quant, qkv, rms_norm, rope
+from . import add_rms_norm, clipped_swiglu, fast_gelu, glu, group_norm_silu, norm_cast, norm_quant, qkv, rms_norm, rope
 from .canonical import Canonicaliser
 from .match import Findings, Match, Miss
 from .term import TermPool
@@ -38,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     Rule(glu.KIND, glu.match),
     Rule(fast_gelu.KIND, fast_gelu.match),
     Rule(clipped_swiglu.KIND, clipped_swiglu.match),
+    Rule(group_norm_silu.KIND, group_norm_silu.match),
 )
 KINDS: tuple[str, ...] = tuple(rule.kind for rule in RULES)
 

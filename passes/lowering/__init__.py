@@ -8,6 +8,7 @@ from ...patterns import add_rms_norm as add_rms_norm_pattern
 from ...patterns import clipped_swiglu as clipped_swiglu_pattern
 from ...patterns import fast_gelu as fast_gelu_pattern
 from ...patterns import glu as glu_pattern
+from ...patterns import group_norm_silu as group_norm_silu_pattern
 from ...patterns import norm_cast as norm_cast_pattern
 from ...patterns import norm_quant as norm_quant_pattern
 from ...patterns import qkv as qkv_pattern
@@ -16,7 +17,7 @@ from ...patterns import rope as rope_pattern
 from ...patterns.match import Match
 from ...runtime.ops.contract import OpContract
 from ..rewriter import Edit
-from . import clipped_swiglu, fast_gelu, glu, norm_cast, norm_quant, qkv, rms_norm, rope
+from . import clipped_swiglu, fast_gelu, glu, group_norm_silu, norm_cast, norm_quant, qkv, rms_norm, rope
 
 Lowering = Callable[[Match, Edit], OpContract]
 
@@ -29,6 +30,7 @@ LOWERINGS: Mapping[str, Lowering] = {
     clipped_swiglu_pattern.KIND: clipped_swiglu.lower,
     glu_pattern.KIND: glu.lower,
     fast_gelu_pattern.KIND: fast_gelu.lower,
+    group_norm_silu_pattern.KIND: group_norm_silu.lower,
     rms_norm_pattern.KIND: rms_norm.lower,
     rope_pattern.KIND: rope.lower,
 }
