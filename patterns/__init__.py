@@ -11,7 +11,19 @@ from dataclasses import dataclass
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from . import add_rms_norm, clipped_swiglu, fast_gelu, glu, group_norm_silu, norm_cast, norm_quant, qkv, rms_norm, rope
+from . import (
+    add_rms_norm,
+    clipped_swiglu,
+    fast_gelu,
+    glu,
+    group_norm_silu,
+    norm_cast,
+    norm_quant,
+    qkv,
+    rms_norm,
+    rope,
+    transpose_batchmatmul,
+)
 from .canonical import Canonicaliser
 from .match import Findings, Match, Miss
 from .term import TermPool
@@ -39,6 +51,7 @@ RULES: tuple[Rule, ...] = (
     Rule(fast_gelu.KIND, fast_gelu.match),
     Rule(clipped_swiglu.KIND, clipped_swiglu.match),
     Rule(group_norm_silu.KIND, group_norm_silu.match),
+    Rule(transpose_batchmatmul.KIND, transpose_batchmatmul.match),
 )
 KINDS: tuple[str, ...] = tuple(rule.kind for rule in RULES)
 

@@ -14,10 +14,22 @@ from ...patterns import norm_quant as norm_quant_pattern
 from ...patterns import qkv as qkv_pattern
 from ...patterns import rms_norm as rms_norm_pattern
 from ...patterns import rope as rope_pattern
+from ...patterns import transpose_batchmatmul as transpose_batchmatmul_pattern
 from ...patterns.match import Match
 from ...runtime.ops.contract import OpContract
 from ..rewriter import Edit
-from . import clipped_swiglu, fast_gelu, glu, group_norm_silu, norm_cast, norm_quant, qkv, rms_norm, rope
+from . import (
+    clipped_swiglu,
+    fast_gelu,
+    glu,
+    group_norm_silu,
+    norm_cast,
+    norm_quant,
+    qkv,
+    rms_norm,
+    rope,
+    transpose_batchmatmul,
+)
 
 Lowering = Callable[[Match, Edit], OpContract]
 
@@ -31,6 +43,7 @@ LOWERINGS: Mapping[str, Lowering] = {
     glu_pattern.KIND: glu.lower,
     fast_gelu_pattern.KIND: fast_gelu.lower,
     group_norm_silu_pattern.KIND: group_norm_silu.lower,
+    transpose_batchmatmul_pattern.KIND: transpose_batchmatmul.lower,
     rms_norm_pattern.KIND: rms_norm.lower,
     rope_pattern.KIND: rope.lower,
 }
