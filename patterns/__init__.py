@@ -17,6 +17,8 @@ from . import (
     fast_gelu,
     glu,
     group_norm_silu,
+    grouped_moe_gating,
+    moe_gating,
     norm_cast,
     norm_quant,
     qkv,
@@ -52,6 +54,8 @@ RULES: tuple[Rule, ...] = (
     Rule(clipped_swiglu.KIND, clipped_swiglu.match),
     Rule(group_norm_silu.KIND, group_norm_silu.match),
     Rule(transpose_batchmatmul.KIND, transpose_batchmatmul.match),
+    Rule(moe_gating.KIND, moe_gating.match),
+    Rule(grouped_moe_gating.KIND, grouped_moe_gating.match),
 )
 KINDS: tuple[str, ...] = tuple(rule.kind for rule in RULES)
 

@@ -9,6 +9,8 @@ from ...patterns import clipped_swiglu as clipped_swiglu_pattern
 from ...patterns import fast_gelu as fast_gelu_pattern
 from ...patterns import glu as glu_pattern
 from ...patterns import group_norm_silu as group_norm_silu_pattern
+from ...patterns import grouped_moe_gating as grouped_moe_gating_pattern
+from ...patterns import moe_gating as moe_gating_pattern
 from ...patterns import norm_cast as norm_cast_pattern
 from ...patterns import norm_quant as norm_quant_pattern
 from ...patterns import qkv as qkv_pattern
@@ -23,6 +25,7 @@ from . import (
     fast_gelu,
     glu,
     group_norm_silu,
+    moe_gating,
     norm_cast,
     norm_quant,
     qkv,
@@ -44,6 +47,8 @@ LOWERINGS: Mapping[str, Lowering] = {
     fast_gelu_pattern.KIND: fast_gelu.lower,
     group_norm_silu_pattern.KIND: group_norm_silu.lower,
     transpose_batchmatmul_pattern.KIND: transpose_batchmatmul.lower,
+    grouped_moe_gating_pattern.KIND: moe_gating.lower_grouped,
+    moe_gating_pattern.KIND: moe_gating.lower,
     rms_norm_pattern.KIND: rms_norm.lower,
     rope_pattern.KIND: rope.lower,
 }
