@@ -25,6 +25,7 @@ from models import MODELS
 from peers import found_by_literal, found_by_npugraph_ex
 
 Row = dict[str, Any]
+Peer = Callable[[fx.GraphModule, Sequence[Any]], dict[str, Counter[str]]]
 
 # One SoC in both halves, with all that its ops need; on the fake NPU the kernels' own schemas and shapes are in force.
 TARGETS = {
@@ -33,17 +34,26 @@ TARGETS = {
 }
 
 
+# By graph. npugraph_ex needs the NPU's.
+PEERS: dict[str, tuple[Peer, ...]] = {"cpu": (found_by_literal,), "npu": (found_by_literal, found_by_npugraph_ex)}
+PEER_PHASES = ("prefill", "decode")  # the others would cost time and say nothing new
+
+
 class Measuring(npu_fuse.Backend):
     """Counts in each graph what peers find; a graph that runs twice counts twice, in its report too.
+
+    Args:
+        device: whose graphs they are.
+        peers: whom to ask as well.
 
     Attributes:
         failures: why a peer gave a graph up.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, peers: Sequence[Peer]) -> None:
         super().__init__(strict=True, target=TARGETS[device])
         self.failures: dict[str, str] = {}
-        self._peers = (found_by_literal, found_by_npugraph_ex) if device == "npu" else (found_by_literal,)
+        self._peers = peers
         self._found: list[dict[str, Counter[str]]] = []
         self._runs: list[int] = []
 
@@ -101,7 +111,7 @@ def _measured(model: str, phase: str, device: str) -> Row:
             nn.init.uniform_(parameter, 0.5, 1.5)
     if phase == "eager":
         module.set_attn_implementation("eager")
-    backend = Measuring(device)
+    backend = Measuring(device, PEERS[device] if phase in PEER_PHASES else ())
     compiled = torch.compile(module, backend=backend)
     row: Row = {}
     with torch.no_grad():

@@ -13,6 +13,7 @@ The patterns are written here anew, after those of
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -90,27 +91,37 @@ class Literal:
     dtype: torch.dtype = torch.bfloat16
     sites: int = 1
 
-    def matcher(self, found: set[fx.Node]) -> PatternMatcherPass:
-        """A pass that replaces nothing, and adds the first result of each match to `found`."""
+    def count(self, graph: fx.Graph) -> int:
+        """How many sites it finds in a graph, which stays as it is."""
+        patterns, matches = _matcher(self)
+        matches.clear()
+        patterns.apply(graph)
+        return len(matches) * self.sites
 
-        def note(match: Match) -> bool:
-            found.update(node for node in match.output_nodes()[:1] if node is not None)
-            return False
 
-        tensors = [torch.empty(shape, dtype=self.dtype) for shape in self.shapes]
-        scalars = {"eps": EPS} if "eps" in inspect.signature(self.pattern).parameters else {}
-        patterns = PatternMatcherPass()
-        register_replacement(
-            self.pattern,
-            self.pattern,
-            [*tensors, *scalars.values()],
-            fwd_only,
-            patterns,
-            extra_check=note,
-            scalar_workaround=scalars,
-            get_decomp_fn=dict,  # none, as the graph has none; with Inductor's, nothing would be found at all
-        )
-        return patterns
+@functools.cache
+def _matcher(literal: Literal) -> tuple[PatternMatcherPass, set[fx.Node]]:
+    """A pass that replaces nothing, and the set to which it adds the first result of each match."""
+    matches: set[fx.Node] = set()
+
+    def note(match: Match) -> bool:
+        matches.update(node for node in match.output_nodes()[:1] if node is not None)
+        return False
+
+    tensors = [torch.empty(shape, dtype=literal.dtype) for shape in literal.shapes]
+    scalars = {"eps": EPS} if "eps" in inspect.signature(literal.pattern).parameters else {}
+    patterns = PatternMatcherPass()
+    register_replacement(
+        literal.pattern,
+        literal.pattern,
+        [*tensors, *scalars.values()],
+        fwd_only,
+        patterns,
+        extra_check=note,
+        scalar_workaround=scalars,
+        get_decomp_fn=dict,  # none, as the graph has none; with Inductor's, nothing would be found at all
+    )
+    return patterns, matches
 
 
 _WIDTH, _PACKED = NUM_HEADS * HEAD_DIM, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
@@ -145,10 +156,7 @@ def found_by_literal(module: fx.GraphModule, example_inputs: Sequence[Any]) -> d
     for graph in _inference_graphs(module, example_inputs):
         remove_noop_ops(graph)
         for peer, patterns in LITERAL.items():
-            for literal in patterns:
-                matches: set[fx.Node] = set()
-                literal.matcher(matches).apply(graph)
-                found[peer][literal.kind] += len(matches) * literal.sites
+            found[peer].update({literal.kind: literal.count(graph) for literal in patterns})
     return found
 
 
