@@ -130,7 +130,6 @@ class Edit:
         self._region = rewriter.regions[origin]
         self._barrier = [n for n, region in rewriter.regions.items() if region == self._region - 1 and not n._erased]
         self._created: list[fx.Node] = []
-        self._attributes: list[str] = []
         self._shared: list[Hashable] = []
         self._replacements: list[tuple[fx.Node, fx.Node]] = []
 
@@ -223,6 +222,8 @@ class Edit:
         node.meta["val"] = self.rewriter.fake_mode.from_tensor(value, static_shapes=True)
         self.rewriter.regions[node] = 0
         self.rewriter.shared[name] = node
+        self._shared.append(name)
+        self._created.append(node)
         return node
 
     def share(self, key: Hashable, make: Callable[[], fx.Node]) -> fx.Node:
@@ -316,7 +317,7 @@ class Edit:
             old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)  # noqa: B023  # used at once
             self.rewriter._replaced[old] = new
         for node in sorted({*self._claimed, *olds}, reverse=True):
-            if not node.users and is_pure(node):
+            if not node._erased and not node.users and is_pure(node):
                 self.rewriter.graph.erase_node(node)
 
     def _make_room(self, old: fx.Node, new: fx.Node) -> None:
@@ -350,6 +351,8 @@ class Edit:
         for node in reversed(self._created[created:]):
             if not node._erased:
                 self.rewriter.graph.erase_node(node)
+            if node.op == "get_attr":
+                delattr(self.rewriter.module, str(node.target))
             self.rewriter.regions.pop(node, None)
         del self._shared[shared:], self._created[created:]
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -21,6 +21,7 @@ from . import (
     moe_gating,
     norm_cast,
     norm_quant,
+    qk_rope,
     qkv,
     rms_norm,
     rope,
@@ -28,24 +29,32 @@ from . import (
 )
 from .canonical import Canonicaliser
 from .match import Findings, Match, Miss
-from .term import TermPool
+from .term import Term, TermPool
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One kind: `match` says whether a node is the root of one."""
+    """One kind.
+
+    Args:
+        kind: its name in reports and options.
+        match: says whether a node is the root of one, or nearly.
+        term: what larger rules see of a match in place of its formula; by default the formula.
+    """
 
     kind: str
     match: Callable[[fx.Node, Canonicaliser, Findings], Match | Miss | None]
+    term: Callable[[TermPool, Match, Canonicaliser], Term] | None = None
 
 
 # In order: a rule may use the matches of the rules above it.
 RULES: tuple[Rule, ...] = (
-    Rule(rms_norm.KIND, rms_norm.match),
+    Rule(rms_norm.KIND, rms_norm.match, rms_norm.term),
     Rule(rope.KIND, rope.match),
     Rule(add_rms_norm.KIND, add_rms_norm.match),
     Rule(norm_cast.KIND, norm_cast.match),
     Rule(norm_quant.KIND, norm_quant.match),
+    Rule(qk_rope.KIND, qk_rope.match),
     Rule(qkv.CHAIN, qkv.match_chain),
     Rule(qkv.ROPE_THEN_NORM, qkv.match_rope_then_norm),
     Rule(qkv.KIND, qkv.match),
@@ -60,25 +69,25 @@ RULES: tuple[Rule, ...] = (
 KINDS: tuple[str, ...] = tuple(rule.kind for rule in RULES)
 
 
-def recognise(graph: fx.Graph) -> Findings:
-    """Finds what `RULES` know in an ATen graph whose nodes carry fake values in `meta["val"]`."""
+def recognise(graph: fx.Graph, rules: Sequence[Rule] = RULES) -> Findings:
+    """Finds what `rules` know in an ATen graph whose nodes carry fake values in `meta["val"]`."""
     with unset_fake_temporarily():  # movement and rotations are found by running them on real numbers
-        return _recognise(graph)
+        return _recognise(graph, rules)
 
 
-def _recognise(graph: fx.Graph) -> Findings:
+def _recognise(graph: fx.Graph, rules: Sequence[Rule]) -> Findings:
     canonicaliser = Canonicaliser(TermPool())
     findings = Findings()
     for node in graph.nodes:
         if node.op == "output":
             continue
         canonicaliser.visit(node)
-        for rule in RULES:
+        for rule in rules:
             found = rule.match(node, canonicaliser, findings)
             if isinstance(found, Miss):
                 findings.note(found)
             elif found is not None:
                 findings.add(found)
-                if found.kind == rms_norm.KIND:
-                    canonicaliser.terms[node] = rms_norm.term(canonicaliser.pool, found, canonicaliser)
+                if rule.term is not None:
+                    canonicaliser.terms[node] = rule.term(canonicaliser.pool, found, canonicaliser)
     return findings

@@ -2,23 +2,10 @@
 
 import pytest
 import torch
-import transformers
 
 import npu_fuse
+from tiny_models import build, prompt
 
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 
 # Model: what its config takes besides, and its true number of sites in two layers.
@@ -47,10 +34,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_every_site_is_counted(name: str) -> None:
     extra, wanted = MODELS[name]
-    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[name](**{**SIZES, **extra})
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    ids = torch.randint(3, 120, (2, 16), generator=torch.Generator().manual_seed(1))
+    model, ids = build(name, torch.bfloat16, **extra), prompt()
     torch._dynamo.reset()
     report = npu_fuse.explain(model, input_ids=ids, use_cache=False)
     found = {

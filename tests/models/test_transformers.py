@@ -7,25 +7,9 @@ import torch
 import transformers
 
 import npu_fuse
+from tiny_models import SIZES, build, prompt
 
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-CONFIGS = {
-    "qwen3": transformers.Qwen3Config,
-    "llama": transformers.LlamaConfig,
-    "gemma3": transformers.Gemma3TextConfig,
-    "olmo2": transformers.Olmo2Config,
-}
+MODELS = ("qwen3", "llama", "gemma3_text", "olmo2")
 QKV, ADD = "sgl_kernel_npu::split_qkv_rmsnorm_rope", "npu::npu_add_rms_norm"
 NORM, GEMMA, ROPE, GLU = "npu::npu_rms_norm", "npu::npu_gemma_rms_norm", "npu::npu_rotary_mul", "npu::npu_swiglu"
 
@@ -33,23 +17,9 @@ NORM, GEMMA, ROPE, GLU = "npu::npu_rms_norm", "npu::npu_gemma_rms_norm", "npu::n
 LAYERS = {
     "qwen3": ({QKV: 1, ADD: 2, GLU: 1}, 11),
     "llama": ({QKV: 1, ADD: 2, GLU: 1}, 11),
-    "gemma3": ({QKV: 1, GEMMA: 4}, 21),
+    "gemma3_text": ({QKV: 1, GEMMA: 4}, 21),
     "olmo2": ({NORM: 4, ROPE: 2, GLU: 1}, 22),
 }
-
-
-def build(name: str, layers: int = 2, dtype: torch.dtype = torch.float32, **sizes: object) -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = CONFIGS[name](**{**SIZES, "num_hidden_layers": layers, **sizes})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms that differ by element, so that one taken for another shows
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
-
-
-def prompt(batch: int = 2, tokens: int = 16) -> torch.Tensor:
-    return torch.randint(3, 120, (batch, tokens), generator=torch.Generator().manual_seed(1))
 
 
 def compile_prefill(
@@ -62,10 +32,10 @@ def compile_prefill(
         return compiled(input_ids=ids, use_cache=False).logits, backend.report
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_layers_ops_and_launches(name: str) -> None:
     ids = prompt()
-    (_, two), (_, three) = (compile_prefill(build(name, n, torch.bfloat16), ids) for n in (2, 3))
+    (_, two), (_, three) = (compile_prefill(build(name, torch.bfloat16, num_hidden_layers=n), ids) for n in (2, 3))
     ops, launches = LAYERS[name]
     assert three.ops - two.ops == Counter(ops)
     assert three.launches_after - two.launches_after == launches
@@ -94,7 +64,7 @@ def test_nothing_of_a_norm_or_a_rotation_is_left_in_a_qwen3_layer() -> None:
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_float32_logits_are_eagers(name: str, dynamic: bool | None) -> None:
     model, ids = build(name), prompt()
     with torch.no_grad():
@@ -104,7 +74,7 @@ def test_float32_logits_are_eagers(name: str, dynamic: bool | None) -> None:
     assert report.ops
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_bfloat16_logits_are_as_near_to_the_truth_as_eagers(name: str) -> None:
     ids = prompt()
     model = build(name, dtype=torch.bfloat16)
@@ -116,7 +86,7 @@ def test_bfloat16_logits_are_as_near_to_the_truth_as_eagers(name: str) -> None:
     assert (fused - truth).pow(2).mean().sqrt() <= 1.25 * (eager - truth).pow(2).mean().sqrt()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_generates_eagers_tokens(name: str) -> None:
     model, ids = build(name), prompt()
     arguments = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
@@ -172,7 +142,7 @@ def test_two_geometries_in_one_process_again_and_again() -> None:
 
 def test_qkv_bias_of_qwen2() -> None:
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}, num_hidden_layers=2)
+    config = transformers.Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -186,10 +156,10 @@ def test_qkv_bias_of_qwen2() -> None:
 @pytest.mark.parametrize(
     ("config", "kind", "reason"),
     [
-        (transformers.Olmo2Config(**SIZES, num_hidden_layers=1), "qkv", "full width"),
-        (transformers.HunYuanDenseV1Config(**SIZES, num_hidden_layers=1), "rope_then_norm", "after the rotation"),
-        (transformers.CohereConfig(**SIZES, num_hidden_layers=1, use_qk_norm=True), "qkv", "not from a projection"),
-        (transformers.Qwen3Config(**{**SIZES, "head_dim": 24}, num_hidden_layers=1), "qkv", "24"),
+        (transformers.Olmo2Config(**SIZES), "qkv", "full width"),
+        (transformers.HunYuanDenseV1Config(**SIZES), "rope_then_norm", "after the rotation"),
+        (transformers.CohereConfig(**SIZES, use_qk_norm=True), "qkv", "not from a projection"),
+        (transformers.Qwen3Config(**{**SIZES, "head_dim": 24}), "qkv", "24"),
     ],
     ids=["olmo2", "hunyuan", "cohere", "head_dim 24"],
 )

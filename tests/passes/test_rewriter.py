@@ -55,6 +55,28 @@ def test_users_that_stand_too_early_are_moved() -> None:
     assert torch.equal(b, y.cos())
 
 
+def test_a_constant_goes_with_the_edit_that_made_it() -> None:
+    module = graph_of(lambda x: x.sin(), torch.randn(3))
+    before = str(module.graph)
+    sin = node(module, aten.sin.default)
+    edits = rewriter(module)
+    with pytest.raises(Refused), edits.edit(sin, [sin]) as edit:
+        edit.constant("_ones", lambda: torch.ones(3))
+        raise Refused("not legal")
+    assert str(module.graph) == before
+    assert not hasattr(module, "_ones")
+    with edits.edit(sin, [sin]) as edit:
+        ones = edit.constant("_ones", lambda: torch.ones(3))
+        assert edit.constant("_ones", lambda: torch.zeros(3)) is ones
+        edit.replace(sin, edit.call(aten.add.Tensor, sin.args[0], ones))
+    with pytest.raises(Refused), edits.edit(ones, [ones]) as edit:
+        assert edit.constant("_ones", lambda: torch.zeros(3)) is ones  # another's, and it stays
+        raise Refused("not legal")
+    module.recompile()
+    x = torch.randn(3)
+    assert torch.equal(module(x), x + 1)
+
+
 def test_an_input_that_needs_the_result_is_refused_and_leaves_no_trace() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         a = x.sin()
