@@ -10,12 +10,13 @@ from torch import fx
 
 from . import values
 from .canonical import Canonicaliser
-from .cone import computes, walk
+from .captured import captured, narrowest
+from .cone import computes
 from .match import Findings, Match, Miss
 from .rms_norm import RmsNorm
 from .rule import Capture, Function
-from .spelling import Spelling, spell
-from .term import Product
+from .spelling import Spelling
+from .term import Product, Term
 
 KIND = "glu"
 ACTIVATIONS = ("silu", "sigmoid", "gelu", "gelu_tanh", "relu")
@@ -49,44 +50,22 @@ class Glu:
 def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
     """Recognises a product of an activation and another value of the same shape."""
     value = c.terms[node]
-    if not isinstance(value, Product) or values.is_float_cast(node) or not computes(node):
+    if not isinstance(value, Product) or not computes(node) or _is_gated_norm(node, findings):
         return None
     for activation, pattern in PATTERNS.items():
         bound = pattern.find(value, c.pool)
-        if bound is None or _is_gated_norm(node, findings):
+        terms = {name: term for name, term in (bound or {}).items() if isinstance(term, Term)}
+        found = captured(KIND, node, terms, c) if terms else None
+        if isinstance(found, Miss):
+            return found
+        if found is None or not values.same_shape(*map(values.shape, found.inputs.values())):
             continue
-        gate, up = bound["gate"], bound["up"]
-        cone = walk(node, lambda n, taken=(gate, up): c.terms[n] in taken)  # type: ignore[misc]  # bound per turn
-        if cone is None or any(c.terms[n] not in (gate, up) for n in cone.inputs):
-            continue
-        inputs = {
-            name: min(values.strip_widening(n) for n in cone.inputs if c.terms[n] is term)
-            for name, term in (("gate", gate), ("up", up))
-            if any(c.terms[n] is term for n in cone.inputs)
-        }
-        if len(inputs) < 2 or not values.same_shape(*map(values.shape, inputs.values())):
-            continue
-        spelling = spell(node, inputs, c)
-        numbers = {c.numbers[n] for n in inputs.values()}
-        cone = walk(node, lambda n, taken=numbers: c.numbers[n] in taken)  # type: ignore[misc]  # likewise
-        if spelling is None or cone is None:
-            return Miss(KIND, node, "the gate or the value it multiplies is computed twice, and not alike")
-        active = [n for n in cone.nodes if computes(n) or values.is_rounding(n)]
-        activated = c.pool.call(activation, gate)
+        activated = c.pool.call(activation, terms["gate"])
         dtype = values.dtype(node)
-        params = Glu(
-            activation,
-            min((values.dtype(n) for n in active if c.terms[n] is activated), key=_itemsize, default=dtype),
-            dtype,
-            frozenset(values.dtype(n) for n in active),
-            spelling,
-        )
-        return Match(KIND, node, inputs, params, cone.nodes)
+        activated_dtype = narrowest([n for n in found.active if c.terms[n] is activated], dtype)
+        params = Glu(activation, activated_dtype, dtype, found.steps, found.spelling)
+        return Match(KIND, node, found.inputs, params, found.cone.nodes)
     return None
-
-
-def _itemsize(dtype: torch.dtype) -> int:
-    return dtype.itemsize
 
 
 def _is_gated_norm(node: fx.Node, findings: Findings) -> bool:

@@ -16,6 +16,7 @@ from torch import fx
 from ..runtime.sizes import static_int
 from . import values
 from .canonical import Canonicaliser
+from .captured import Captured, captured, narrowest
 from .cone import Cone, computes, walk
 from .linear import linear
 from .match import Findings, Match, Miss
@@ -295,7 +296,7 @@ def _with_scale_before(norm: Match, c: Canonicaliser) -> Match:
     for x, factor in (product.args, product.args[::-1]):
         if not isinstance(x, fx.Node) or not isinstance(factor, fx.Node) or not values.is_vector(factor, p.hidden_size):
             continue
-        inputs = {**norm.inputs, "x": values.strip_widening(x), "scale": _origin(factor, c)}
+        inputs = {**norm.inputs, "x": values.strip_widening(x), "scale": values.strip_widening(factor)}
         spelling = spell(norm.node, inputs, c)
         if spelling is not None and values.same_shape(values.shape(x), values.shape(norm.node)):
             params = replace(p, scaled_before=True, spelling=spelling)
@@ -320,100 +321,66 @@ def _largest_within(nodes: Sequence[fx.Node], findings: Findings) -> Match | Non
 
 def _read(node: fx.Node, bound: Bound, names: Sequence[str], c: Canonicaliser) -> Match | Miss | None:
     """Finds the nodes of the captured values, and what the terms don't say: types and the spelling."""
-    terms = {name: bound[name] for name in names if name in bound}
-    cone = walk(node, lambda n: c.terms[n] in terms.values())
-    if cone is None:
-        return None
-    inputs: dict[str, fx.Node] = {}
-    for name, value in terms.items():
-        strip = values.strip_widening if name == "x" else lambda n: _origin(n, c)
-        nodes = [strip(n) for n in cone.inputs if c.terms[n] is value]
-        if not nodes:
-            return None
-        inputs[name] = min(nodes)
-    x = inputs["x"]
+    terms = {name: term for name in names if isinstance(term := bound.get(name), Term)}
+    found = captured(KIND, node, terms, c, vectors=("weight", "bias"))
+    if not isinstance(found, Captured):
+        return found
+    x = found.inputs["x"]
     hidden_size = values.last_dim(x)
     if hidden_size is None:
         return Miss(KIND, node, "the normalised axis has no static size", matched=4)
-    if any(not values.is_vector(inputs[name], hidden_size) for name in ("weight", "bias") if name in inputs):
+    vectors = [found.inputs[name] for name in ("weight", "bias") if name in found.inputs]
+    if not all(values.is_vector(vector, hidden_size) for vector in vectors):
         return None  # no weight but a gate, or a factor per token: the norm below stands on its own
     if not values.same_shape(values.shape(x), values.shape(node)):
         return Miss(KIND, node, "the result has another shape than x", matched=4)
-    if "gate" in inputs and not values.same_shape(values.shape(inputs["gate"]), values.shape(x)):
+    gate = found.inputs.get("gate", x)
+    if not values.same_shape(values.shape(gate), values.shape(x)):
         return None
-    spelling = spell(node, inputs, c)
-    numbers = {c.numbers[n] for n in inputs.values()}
-    cone = walk(node, lambda n: c.numbers[n] in numbers)
-    if spelling is None or cone is None:
-        return Miss(KIND, node, "x or the weight is computed twice, and not alike", matched=4)
-    return Match(KIND, node, inputs, _params(node, bound, inputs, cone, hidden_size, spelling, c), cone.nodes)
+    return Match(KIND, node, found.inputs, _params(node, bound, found, hidden_size, c), found.cone.nodes)
 
 
-def _origin(node: fx.Node, c: Canonicaliser) -> fx.Node:
-    """The narrowest and smallest tensor that holds a value: below casts that round nothing, and views of it."""
-    while node.op == "call_function":
-        below = values.strip_widening(node)
-        if below is node and is_movement(node) and c.terms.get(source(node)) is c.terms[node]:
-            below = source(node)
-        if below is node:
-            break
-        node = below
-    return node
-
-
-def _params(
-    node: fx.Node,
-    bound: Bound,
-    inputs: dict[str, fx.Node],
-    cone: Cone,
-    hidden_size: int,
-    spelling: Spelling,
-    c: Canonicaliser,
-) -> RmsNorm:
+def _params(node: fx.Node, bound: Bound, found: Captured, hidden_size: int, c: Canonicaliser) -> RmsNorm:
     eps, groups, offset = bound["eps"], bound.get("groups", 1), bound.get("offset", 0.0)
     assert isinstance(eps, float)
     assert isinstance(groups, int)
     assert isinstance(offset, float)
-    active = [n for n in cone.nodes if computes(n) or values.is_rounding(n)]
-    reductions = [n for n in active if n.target in _REDUCTIONS]
-    averaged = {*reductions, *_inputs_of(reductions, cone)}
-    shape = values.shape(inputs["x"])
+    active = found.active
+    averaged = _up_to([n for n in active if n.target in _REDUCTIONS], found.cone)
+    shape = values.shape(found.inputs["x"])
     smaller = [n for n in active if n not in averaged and not values.same_shape(values.shape(n), shape)]
-    scales = [n for n in smaller if averaged.intersection(_inputs_of([n], cone))]
+    scales = [n for n in smaller if averaged & _up_to([n], found.cone)]
+    statistics = [n for n in active if n in averaged or (n in scales and computes(n))]
     normed = [n for n in active if isinstance(t := c.terms[n], Call) and t.name == BARE]
     dtype = values.dtype(node)
     return RmsNorm(
         eps=eps,
         hidden_size=hidden_size,
         groups=groups,
-        weight="weight" in inputs,
+        weight="weight" in found.inputs,
         offset=offset,
-        bias="bias" in inputs,
+        bias="bias" in found.inputs,
         scaled_before=False,
         gate=None,
-        statistics_dtype=_narrowest(n for n in (*averaged, *filter(computes, scales)) if n in active) or dtype,
-        scale_dtype=_narrowest(scales) or dtype,
-        normed_dtype=_narrowest(normed) or dtype if "weight" in inputs else dtype,
+        statistics_dtype=narrowest(statistics, dtype),
+        scale_dtype=narrowest(scales, dtype),
+        normed_dtype=narrowest(normed, dtype) if "weight" in found.inputs else dtype,
         dtype=dtype,
-        steps=frozenset(values.dtype(n) for n in active),
-        spelling=spelling,
+        steps=found.steps,
+        spelling=found.spelling,
     )
 
 
 _REDUCTIONS = frozenset({torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList})
 
 
-def _inputs_of(nodes: Iterable[fx.Node], cone: Cone) -> set[fx.Node]:
-    """All nodes of the cone that compute something for one of `nodes`."""
+def _up_to(nodes: Iterable[fx.Node], cone: Cone) -> set[fx.Node]:
+    """Nodes of the cone, and all in it that compute something for one of them."""
     found: set[fx.Node] = set()
-    pending = [below for node in nodes for below in node.all_input_nodes]
+    pending = list(nodes)
     while pending:
         node = pending.pop()
         if node not in found and node in cone.nodes:
             found.add(node)
             pending.extend(node.all_input_nodes)
     return found
-
-
-def _narrowest(nodes: Iterable[fx.Node]) -> torch.dtype | None:
-    return min((values.dtype(n) for n in nodes), key=lambda dtype: dtype.itemsize, default=None)
