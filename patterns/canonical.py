@@ -313,6 +313,7 @@ RULES: Mapping[Any, OpRule] = {
     aten.mean.dim: _mean,
     aten.sum.dim_IntList: _sum,
     aten.exp.default: _activation("exp"),
+    aten.tanh.default: _activation("tanh"),
     aten.sigmoid.default: _activation("sigmoid"),
     aten.silu.default: _activation("silu"),
     aten.relu.default: _activation("relu"),
