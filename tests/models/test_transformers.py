@@ -12,12 +12,13 @@ from tiny_models import SIZES, build, prompt
 MODELS = ("qwen3", "llama", "gemma3_text", "olmo2")
 QKV, ADD = "sgl_kernel_npu::split_qkv_rmsnorm_rope", "npu::npu_add_rms_norm"
 NORM, GEMMA, ROPE, GLU = "npu::npu_rms_norm", "npu::npu_gemma_rms_norm", "npu::npu_rotary_mul", "npu::npu_swiglu"
+GEGLU = "npu::npu_geglu"
 
 # Ops of one layer, and its launches in bfloat16: calls that are no views, for two prompts of 16 tokens.
 LAYERS = {
     "qwen3": ({QKV: 1, ADD: 2, GLU: 1}, 11),
     "llama": ({QKV: 1, ADD: 2, GLU: 1}, 11),
-    "gemma3_text": ({QKV: 1, GEMMA: 4}, 21),
+    "gemma3_text": ({QKV: 1, GEMMA: 4, GEGLU: 1}, 19),
     "olmo2": ({NORM: 4, ROPE: 2, GLU: 1}, 22),
 }
 
