@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import fast_gelu, values
+from . import fast_gelu, glu, values
 from .canonical import Canonicaliser
 from .cone import computes, walk
 from .match import Findings, Match, Miss
@@ -77,7 +77,7 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
         return Miss(KIND, node, "the gate or the value it multiplies is computed twice, and not alike")
     steps = frozenset(values.dtype(n) for n in whole.nodes if computes(n) or values.is_rounding(n))
     params = ClippedSwiglu(alpha, limit, bias, values.dtype(node), steps, spelling)
-    inner = [findings.at(fast_gelu.KIND, n) for n in whole.nodes]
+    inner = [findings.at(kind, n) for kind in (fast_gelu.KIND, glu.KIND) for n in whole.nodes]
     return Match(KIND, node, inputs, params, whole.nodes, tuple(m for m in inner if m is not None))
 
 

@@ -66,9 +66,12 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
         or norm.target is not aten.native_group_norm.default
     ):
         return None
-    x, weight, bias, *_, group, eps = norm.args
+    x, weight, bias, batch, channels, _, group, eps = norm.args
     assert isinstance(x, fx.Node)
     assert isinstance(group, int)
+    sizes = [size.meta["val"] if isinstance(size, fx.Node) else size for size in (batch, channels)]
+    if not values.same_shape(sizes, values.shape(x)[:2]):
+        return None
     if not isinstance(eps, float):
         return Miss(KIND, node, "eps is no number known at compile time")
     given = {"x": values.strip_widening(x), "weight": weight, "bias": bias}

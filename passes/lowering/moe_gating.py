@@ -49,10 +49,10 @@ def lower_grouped(match: Match, edit: Edit) -> OpContract:
     if groups.best > 2:
         raise Refused(f"a group counts by the sum of its {groups.best} highest; the op takes the highest or two")
     refuse_other_precision(p.dtype, *p.steps)
+    if p.dtype.itemsize < 4:
+        raise Refused(f"experts are chosen by scores in {p.dtype}; by the op's, in torch.float32, others may be")
     _refuse_shared_scores(match)
     _note_order(p.is_sorted, edit)
-    if p.dtype.itemsize < 4:
-        edit.note(f"the op rounds once; the model rounds to {p.dtype} at each step")
     bias = match.inputs.get("bias")
     gating = edit.op(
         contract,

@@ -39,8 +39,9 @@ def lower(match: Match, edit: Edit) -> OpContract:
         perm_x2=list(BATCH_FIRST),
         perm_y=list(BATCH_SECOND),
     )
-    for result in results:
-        edit.replace(result, product)
+    edit.replace(results[0], product)
+    for result in results[1:]:  # each a tensor of its own
+        edit.replace(result, edit.call(aten.clone.default, product, memory_format=torch.contiguous_format))
     return contract
 
 

@@ -92,6 +92,7 @@ OTHERS: dict[str, Function] = {
     "scaled": lambda x, w, b: functional.silu(2 * functional.group_norm(x, 4, w, b)),
     "its mean": lambda x, w, b: functional.silu(torch.native_group_norm(x, w, b, 2, 16, 20, 4, 1e-6)[1]),
     "gated by the input": lambda x, w, b: x * torch.sigmoid(functional.group_norm(x, 4, w, b)),
+    "over other sizes": lambda x, w, b: functional.silu(torch.native_group_norm(x, None, None, 1, 32, 20, 4, 1e-6)[0]),
     "turned": lambda x, w, b: functional.silu(functional.group_norm(x, 4, w, b).mT),
     "layer norm": lambda x, w, b: functional.silu(functional.layer_norm(x, x.shape[1:])),
 }

@@ -52,6 +52,7 @@ def test_its_numbers_are_the_models() -> None:
 
         found = compiled(function, x)
         assert found.report.ops == OP
+        assert all(site.status == "lowered" for site in found.report.sites)
         torch.testing.assert_close(found.output, function(x))
 
 

@@ -51,7 +51,7 @@ def test_of_one_token_the_view_is_row_major_already() -> None:
     assert torch.equal(found.output, torch.bmm(x, weight).transpose(0, 1))
 
 
-def test_several_copies_are_one() -> None:
+def test_several_copies_stay_tensors_of_their_own() -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         product = torch.bmm(x, w).transpose(0, 1)
         return product.contiguous(), product.flatten(1)
@@ -59,8 +59,11 @@ def test_several_copies_are_one() -> None:
     x, weight = torch.randn(B, M, K), torch.randn(B, K, N)
     found = compiled(function, x, weight)
     assert found.report.ops == OP
+    assert found.report.launches_after == 2
     for result, wanted in zip(found.output, function(x, weight), strict=True):
         assert torch.equal(result, wanted)
+    first, second = found.output
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
 
 
 def matmul_used_elsewhere(x: Tensor, w: Tensor) -> Tensor:
