@@ -149,9 +149,8 @@ class Edit:
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
         """A part of the edit that is undone alone where it is refused, so that another can be tried in its place."""
-        created, shared, notes, replacements = map(
-            len, (self._created, self._shared, self.notes, self._replacements)
-        )
+        created, shared = len(self._created), len(self._shared)
+        notes, replacements = len(self.notes), len(self._replacements)
         try:
             yield
         except Refused:

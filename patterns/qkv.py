@@ -1,7 +1,8 @@
 """The prologue of attention:  q, k, v = split(projection(x));  q, k = rope(norm(heads(q))), rope(norm(heads(k))).
 
-The projection is one (its columns are [q | k | v]) or three of one x; the norm is per head, over the whole width, or
-missing; transposes may stand anywhere. Reads the smaller matches, norms and ropes, and the movement between them.
+The projection is one (its columns are [q | k | v], in this order or another, or head by head) or three of one x; behind
+each head of q a gate may lie; the norm is per head, over the whole width, or missing; transposes may stand anywhere.
+Reads the smaller matches, norms and ropes, and the movement between them.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from typing import Any, Literal
 
 from torch import fx
 
-from . import values
+from ..runtime.sizes import is_contiguous
+from . import qk_rope, values
 from .canonical import Canonicaliser
-from .linear import Linear, linear
+from .heads import Heads, heads
+from .linear import Linear, linear, projections_of
+from .lookup import Lookup, looked_up
 from .match import Findings, Match, Miss
-from .movement import HeadLayout, head_layout, is_movement, trace
+from .movement import is_movement, trace
+from .pairs import share_columns
 from .rms_norm import RmsNorm
 from .rope import Rope
 
@@ -50,7 +55,7 @@ class RopeThenNorm:
 class Head:
     """How one of q and k comes from its projection: `norm` is None where there is none."""
 
-    layout: HeadLayout
+    layout: Heads
     norm: RmsNorm | None
 
 
@@ -62,12 +67,18 @@ class Qkv:
         style: "fused" for one projection, "separate" for three.
         q, k: heads of q and k in the columns of their projection.
         rope: the rotation, the same for both.
+        gate: the heads of a gate that lie behind those of q; None where there are none.
+        lookup: how the tables are looked up by position; None where they are not.
+        shares_columns: whether both elements of a pair are turned by one column of cos and sin, or by equal ones.
     """
 
     style: Literal["fused", "separate"]
     q: Head
     k: Head
     rope: Rope
+    gate: Heads | None
+    lookup: Lookup | None
+    shares_columns: bool
 
     def public(self) -> dict[str, Any]:
         norm = self.q.norm
@@ -80,6 +91,8 @@ class Qkv:
             "rope_style": self.rope.style,
             "norm": norm is not None,
             "eps": None if norm is None else norm.eps,
+            "gate": self.gate is not None,
+            "looked_up": self.lookup is not None,
             "dtype": self.rope.dtype,
         }
 
@@ -101,7 +114,7 @@ class _Strand:
 
 
 def _moves(node: fx.Node) -> bool:
-    return is_movement(node) or values.is_float_cast(node)
+    return (is_movement(node) and linear(node) is None) or values.is_float_cast(node)
 
 
 def _strand(rope: Match, findings: Findings) -> _Strand:
@@ -151,22 +164,17 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
         return None
     strand = _strand(rope, findings)
     for other in reversed(findings.of("rope")):
-        if other is rope or other.params != rope.params or not _same_tables(rope, other, c):
+        if other is rope or other.params != rope.params or not qk_rope.same_rotation(rope, other, c):
             continue
         partner = _strand(other, findings)
         if partner.base is strand.base:
-            return _fused(node, partner, strand)
+            return _fused(node, partner, strand, c, findings)
         if (pair := _projections(partner, strand)) is not None:
-            return _separate(node, partner, strand, *pair, c)
+            return _separate(node, partner, strand, *pair, c, findings)
     if strand.base.op != "placeholder" and linear(strand.base) is None:
         message = "the rotated tensor comes from {}, not from a projection (and at most an RMSNorm after it)"
         return Miss(KIND, node, message, (strand.base.target,), matched=1)
     return None
-
-
-def _same_tables(a: Match, b: Match, c: Canonicaliser) -> bool:
-    pairs = [(a.inputs[name], b.inputs[name]) for name in ("cos", "sin")]
-    return all(c.numbers[x] == c.numbers[y] for x, y in pairs)
 
 
 def _projections(a: _Strand, b: _Strand) -> tuple[Linear, Linear] | None:
@@ -177,15 +185,17 @@ def _projections(a: _Strand, b: _Strand) -> tuple[Linear, Linear] | None:
 
 def _head(strand: _Strand) -> Head | str:
     """How a strand is cut into heads, or why that can't be said."""
-    layout = head_layout(strand.base, _movement_only(strand.path))
+    layout = heads(strand.base, _movement_only(strand.path))
     if layout is None:
         return "its heads are no plain cut of the projection's columns"
     if strand.norm is None:
         return Head(layout, None)
     norm = strand.norm.params
     assert isinstance(norm, RmsNorm)
-    normed = head_layout(strand.base, _movement_only(strand.norm_path))
-    if norm.hidden_size == layout.head_dim and (normed is None or (layout.column - normed.column) % layout.head_dim):
+    normed = heads(strand.base, _movement_only(strand.norm_path))
+    whole = normed is not None and normed.width == layout.width and normed.starts[0] == layout.starts[0]
+    per_head = normed is not None and normed.head_dim == layout.head_dim and {*layout.starts} <= {*normed.starts}
+    if (norm.hidden_size == layout.head_dim and not per_head) or (norm.hidden_size == layout.width and not whole):
         return "the rows that are normed are not the heads that are rotated"
     return Head(layout, norm)
 
@@ -201,61 +211,106 @@ def _heads(node: fx.Node, a: _Strand, b: _Strand) -> tuple[Head, Head] | Miss:
     return first, second
 
 
-def _fused(node: fx.Node, a: _Strand, b: _Strand) -> Match | Miss | None:
+def _fused(node: fx.Node, a: _Strand, b: _Strand, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
     """q and k cut from one tensor. The wider one is q; of two of one width, the one whose columns come first."""
-    heads = _heads(node, a, b)
-    if isinstance(heads, Miss):
-        return heads
-    if (heads[0].layout.width, -heads[0].layout.column) < (heads[1].layout.width, -heads[1].layout.column):
-        (a, b), heads = (b, a), heads[::-1]
-    return _match(node, "fused", a, b, heads, {"projection": a.base})
+    cuts = _heads(node, a, b)
+    if isinstance(cuts, Miss):
+        return cuts
+    if (cuts[0].layout.width, -cuts[0].layout.starts[0]) < (cuts[1].layout.width, -cuts[1].layout.starts[0]):
+        (a, b), cuts = (b, a), cuts[::-1]
+    q, k = (cut.layout for cut in cuts)
+    has_gates = values.last_dim(a.base) == 2 * (q.width + k.width) and k.starts[0] == 2 * q.width
+    gate = _gate(a.base, q) if has_gates and k.side_by_side else None
+    return _match(node, "fused", (a, b), cuts, {"projection": a.base}, gate, c, findings)
 
 
 def _separate(
-    node: fx.Node, a: _Strand, b: _Strand, first: Linear, second: Linear, c: Canonicaliser
+    node: fx.Node, a: _Strand, b: _Strand, first: Linear, second: Linear, c: Canonicaliser, findings: Findings
 ) -> Match | Miss | None:
     """q, k and v projected apart from one x. The wider one is q; v is a third projection as wide as k."""
-    heads = _heads(node, a, b)
-    if isinstance(heads, Miss):
-        return heads
-    if heads[0].layout.width < heads[1].layout.width:
-        (a, b), heads, (first, second) = (b, a), heads[::-1], (second, first)
+    cuts = _heads(node, a, b)
+    if isinstance(cuts, Miss):
+        return cuts
+    if cuts[0].layout.width < cuts[1].layout.width:
+        (a, b), cuts, (first, second) = (b, a), cuts[::-1], (second, first)
     v = _value_projection(first, second)
     if v is None:
-        width = heads[1].layout.width
+        width = cuts[1].layout.width
         return Miss(KIND, node, "no third projection of the same x is {} wide, as v must be", (width,), matched=3)
     inputs = {"x": first.x}
     for name, projection in (("q", first), ("k", second), ("v", v)):
         inputs[name] = projection.node
-    return _match(node, "separate", a, b, heads, inputs)
+    q = cuts[0].layout
+    gate = _gate(first.node, q) if values.last_dim(first.node) == 2 * q.width else None
+    return _match(node, "separate", (a, b), cuts, inputs, gate, c, findings)
 
 
 def _value_projection(q: Linear, k: Linear) -> Linear | None:
     """The first further projection of x with k's width: one that attends, if it isn't v, still splits off rightly."""
-    width = values.shape(k.weight)[0]
-    for user in q.x.users:
-        other = linear(user)
-        if other is None or other.x is not q.x or other.node in (q.node, k.node):
+    width = values.shape(k.weight)[:1]
+    for other in projections_of(q.x):
+        if other.node in (q.node, k.node) or (other.bias is None) != (k.bias is None):
             continue
-        if values.same_shape(values.shape(other.weight)[:1], [width]) and (other.bias is None) == (k.bias is None):
+        if values.same_shape(values.shape(other.weight)[:1], width):
             return other
+    return None
+
+
+def _gate(base: fx.Node, q: Heads) -> tuple[fx.Node, Heads] | None:
+    """The heads that lie behind those of q in the first columns of `base`, where the model has them dense."""
+    if q.starts[0] != 0 or not q.every(2 * q.head_dim):
+        return None
+    behind = tuple(start + q.head_dim for start in q.starts)
+    pending: list[tuple[fx.Node, ...]] = [()]
+    while pending:
+        path = pending.pop()
+        for user in (path[-1] if path else base).users:
+            if not is_movement(user):
+                continue
+            through = (*path, user)
+            layout = heads(base, through)
+            if layout is None or layout.starts != behind:
+                pending.append(through)
+                continue
+            value = values.tensor(user)
+            movers = [further for further in user.users if is_movement(further)]
+            if (value is not None and is_contiguous(value)) or len(movers) != 1 or len(user.users) != 1:
+                return user, layout
+            pending.append(through)
     return None
 
 
 def _match(
     node: fx.Node,
     style: Literal["fused", "separate"],
-    a: _Strand,
-    b: _Strand,
-    heads: tuple[Head, Head],
+    strands: tuple[_Strand, _Strand],
+    cuts: tuple[Head, Head],
     inputs: dict[str, fx.Node],
+    gate: tuple[fx.Node, Heads] | None,
+    c: Canonicaliser,
+    findings: Findings,
 ) -> Match:
+    a, b = strands
     assert isinstance(a.rope.params, Rope)
     inputs["cos"], inputs["sin"] = a.rope.inputs["cos"], a.rope.inputs["sin"]
     inputs["rotated_q"], inputs["rotated_k"] = a.rope.node, b.rope.node
     for name, strand in (("q_weight", a), ("k_weight", b)):
         if strand.norm is not None and "weight" in strand.norm.inputs:
             inputs[name] = strand.norm.inputs["weight"]
-    parts = tuple(m for strand in (a, b) for m in (strand.norm, strand.rope) if m is not None)
+    if gate is not None:
+        inputs["gate"] = gate[0]
+    lookup = looked_up(inputs["cos"], inputs["sin"], c)
+    if lookup is not None:
+        inputs.update(lookup.inputs)
+    together = findings.at(qk_rope.KIND, node)
+    parts = tuple(m for strand in strands for m in (strand.norm, strand.rope) if m is not None)
     claimed = tuple(sorted({*a.claimed, *b.claimed}))
-    return Match(KIND, node, inputs, Qkv(style, heads[0], heads[1], a.rope.params), claimed, parts)
+    params = Qkv(
+        style,
+        *cuts,
+        a.rope.params,
+        gate[1] if gate is not None else None,
+        lookup.params if lookup is not None else None,
+        all(share_columns(inputs[name], a.rope.params, c) for name in ("cos", "sin")),
+    )
+    return Match(KIND, node, inputs, params, claimed, parts if together is None else (*parts, together))

@@ -13,6 +13,7 @@ from ...patterns import grouped_moe_gating as grouped_moe_gating_pattern
 from ...patterns import moe_gating as moe_gating_pattern
 from ...patterns import norm_cast as norm_cast_pattern
 from ...patterns import norm_quant as norm_quant_pattern
+from ...patterns import qk_rope as qk_rope_pattern
 from ...patterns import qkv as qkv_pattern
 from ...patterns import rms_norm as rms_norm_pattern
 from ...patterns import rope as rope_pattern
@@ -28,6 +29,7 @@ from . import (
     moe_gating,
     norm_cast,
     norm_quant,
+    qk_rope,
     qkv,
     rms_norm,
     rope,
@@ -39,6 +41,7 @@ Lowering = Callable[[Match, Edit], OpContract]
 # Larger kinds first: what they take is not lowered again.
 LOWERINGS: Mapping[str, Lowering] = {
     qkv_pattern.KIND: qkv.lower,
+    qk_rope_pattern.KIND: qk_rope.lower,
     norm_quant_pattern.KIND: norm_quant.lower,
     norm_cast_pattern.KIND: norm_cast.lower,
     add_rms_norm_pattern.KIND: rms_norm.lower_add,

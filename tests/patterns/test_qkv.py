@@ -27,6 +27,8 @@ class Spelling:
 
     Args:
         columns: order of q, k and v in one projection; None for three projections.
+        by: whether that order is of "all" heads of each, or holds for each kv "head" anew.
+        gate: whether a gate lies behind each head of q.
         q_heads, kv_heads, head_dim: sizes.
         norms: which of q and k are normed.
         full: whether the norm is over all heads together.
@@ -37,6 +39,8 @@ class Spelling:
     """
 
     columns: str | None = "qkv"
+    by: str = "all"
+    gate: bool = False
     q_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 8
@@ -58,22 +62,34 @@ class Prologue(nn.Module):
     def __init__(self, spelling: Spelling) -> None:
         super().__init__()
         self.spelling = s = spelling
-        sizes = {name: heads * s.head_dim for name, heads in s.heads.items()}
+        sizes = {name: heads * s.head_dim * (1 + (s.gate and name == "q")) for name, heads in s.heads.items()}
         if s.columns is None:
             self.projections = nn.ModuleDict({name: nn.Linear(WIDTH, sizes[name], s.bias) for name in "qkv"})
         else:
             self.projection = nn.Linear(WIDTH, sum(sizes.values()), s.bias)
         self.sizes = sizes
-        self.weights = nn.ParameterDict({n: torch.rand(sizes[n] if s.full else s.head_dim) for n in "qk"})
+        self.weights = nn.ParameterDict(
+            {n: torch.rand(s.heads[n] * s.head_dim if s.full else s.head_dim) for n in "qk"}
+        )
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
         s = self.spelling
         if s.columns is None:
             parts = {name: self.projections[name](x) for name in "qkv"}
-        else:
+        elif s.by == "all":
             split = self.projection(x).split([self.sizes[name] for name in s.columns], -1)
             parts = dict(zip(s.columns, split, strict=True))
-        return [self.rotated("q", parts["q"], cos, sin), self.rotated("k", parts["k"], cos, sin), parts["v"]]
+        else:
+            groups = self.projection(x).unflatten(-1, (s.kv_heads, -1))
+            split = groups.split([self.sizes[name] // s.kv_heads for name in s.columns], -1)
+            parts = {name: part.flatten(-2) for name, part in zip(s.columns, split, strict=True)}
+        gates = []
+        if s.gate:
+            parts["q"], gate = parts["q"].unflatten(-1, (s.q_heads, -1)).chunk(2, -1)
+            gates.append(gate.flatten(-2))
+            parts["q"] = parts["q"].flatten(-2)
+        rotated = [self.rotated("q", parts["q"], cos, sin), self.rotated("k", parts["k"], cos, sin)]
+        return [*rotated, parts["v"], *gates]
 
     def rotated(self, name: str, part: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         s = self.spelling
@@ -107,22 +123,43 @@ def find(spelling: Spelling, *, dynamic: bool = False) -> Findings:
     return compiled(Prologue(spelling), *inputs(spelling, dynamic=dynamic)).findings()
 
 
+def starts(spelling: Spelling, name: str) -> tuple[int, ...]:
+    """The first column of each head: every column is labelled, and looked for."""
+    s = spelling
+    gates = ["gate"] if s.gate else []
+    labels = {
+        n: [label for i in range(heads) for label in ([f"{n}{i}", *gates] if n == "q" else [f"{n}{i}"])]
+        for n, heads in s.heads.items()
+    }
+    if s.columns is None:
+        order = labels[name]
+    elif s.by == "all":
+        order = [label for n in s.columns for label in labels[n]]
+    else:
+        sizes = {n: len(labels[n]) // s.kv_heads for n in s.columns}
+        groups = [labels[n][i * sizes[n] : (i + 1) * sizes[n]] for i in range(s.kv_heads) for n in s.columns]
+        order = [label for group in groups for label in group]
+    return tuple(order.index(f"{name}{i}") * s.head_dim for i in range(s.heads[name]))
+
+
 def check(findings: Findings, spelling: Spelling) -> Match:
     """One prologue, of the heads that the spelling has, where the spelling has them."""
     (match,) = findings.of("qkv")
     p = match.params
     assert isinstance(p, Qkv)
     separate = spelling.columns is None
-    first = {} if separate else {n: spelling.columns.index(n) for n in "qkv"}
     for name, head in (("q", p.q), ("k", p.k)):
-        before = sum(spelling.heads[other] for other in first if first[other] < first[name])
-        assert head.layout.column == before * spelling.head_dim
-        assert (head.layout.num_heads, head.layout.head_dim) == (spelling.heads[name], spelling.head_dim)
+        assert head.layout.starts == starts(spelling, name)
+        assert head.layout.head_dim == spelling.head_dim
         assert (head.norm is not None) == (name in spelling.norms)
         if head.norm is not None:
             assert head.norm.hidden_size == spelling.head_dim * (spelling.heads[name] if spelling.full else 1)
     public = p.public()
     assert public["style"] == ("separate" if separate else "fused")
+    assert public["gate"] == spelling.gate
+    if spelling.gate:
+        assert p.gate.starts == tuple(start + spelling.head_dim for start in starts(spelling, "q"))
+        assert match.inputs["gate"].meta["val"].is_contiguous()
     assert (public["num_heads"], public["num_kv_heads"]) == (spelling.q_heads, spelling.kv_heads)
     assert public["rope_style"] == spelling.rope
     assert public["eps"] == (pytest.approx(EPS) if "q" in spelling.norms else None)
@@ -155,6 +192,13 @@ SPELLINGS: dict[str, Spelling] = {
     "tokens in one, heads first": Spelling(layout="TN", columns=None),
     "Megatron": Spelling(layout="SBN", heads_first=None),
     "glm": Spelling(rope="interleave", columns=None, norms=""),
+    "gpt_neox": Spelling(by="head", kv_heads=4, norms=""),
+    "codegen": Spelling(by="head", columns="qvk", norms="", heads_first=None),
+    "persimmon": Spelling(by="head", kv_heads=4),
+    "internlm2": Spelling(by="head", q_heads=6, norms=""),
+    "qwen3_next": Spelling(columns=None, gate=True),
+    "qwen3_next in one projection": Spelling(gate=True),
+    "gates without a norm": Spelling(columns=None, gate=True, norms=""),
 }
 
 
@@ -167,6 +211,8 @@ def test_a_prologue_is_read(name: str, dynamic: bool) -> None:
 spelled = st.builds(
     Spelling,
     columns=st.sampled_from([None, *map("".join, ("qkv", "kqv", "kvq", "qvk", "vqk", "vkq"))]),
+    by=st.sampled_from(["all", "head"]),
+    gate=st.booleans(),
     q_heads=st.sampled_from([3, 6]),
     kv_heads=st.sampled_from([1, 3]),
     head_dim=st.sampled_from([4, 8]),
@@ -182,8 +228,10 @@ spelled = st.builds(
 @settings(max_examples=30, deadline=None)
 @given(spelling=spelled)
 def test_any_prologue_is_read(spelling: Spelling) -> None:
-    if spelling.full:  # one head is normed alike in both ways
-        spelling = replace(spelling, kv_heads=3)
+    if spelling.full:  # one head is normed alike in both ways; and its columns are to lie side by side
+        spelling = replace(spelling, kv_heads=3, by="all", gate=False)
+    if spelling.columns not in (None, "qkv") or spelling.by == "head":  # gates are read where an op takes them
+        spelling = replace(spelling, gate=False)
     columns = spelling.columns or "qkv"
     if spelling.q_heads == spelling.kv_heads and columns.index("k") < columns.index("q"):
         spelling = replace(spelling, columns="qkv")  # which of two that are alike is q is not to be seen
@@ -227,7 +275,7 @@ BETWEEN: dict[str, tuple[Callable[[torch.Tensor, str], torch.Tensor], str]] = {
     "q is scaled": (lambda part, name: part * 0.5 if name == "q" else part, "comes from aten.mul.Tensor"),
     "k is clamped": (lambda part, name: part.clamp(-8, 8) if name == "k" else part, "comes from aten.clamp.default"),
     "columns interleaved": (
-        lambda part, name: part.unflatten(-1, (8, -1)).transpose(-1, -2).flatten(-2),
+        lambda part, name: part.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2),
         "its heads are no plain cut of the projection's columns",
     ),
 }
@@ -264,6 +312,48 @@ def test_without_a_v_of_the_width_of_k_there_is_no_prologue() -> None:
     assert not findings.of("qkv")
     (miss,) = [miss for miss in findings.near_misses() if miss.kind == "qkv"]
     assert miss.reason == "no third projection of the same x is 16 wide, as v must be"
+
+
+class Gated(Prologue):
+    """Gates behind the heads of q, as `read` has them."""
+
+    def __init__(self, read: Callable[[torch.Tensor], torch.Tensor], q_heads: int = 4) -> None:
+        super().__init__(Spelling(columns=None, gate=True, q_heads=q_heads))
+        self.read = read
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
+        heads = self.projections["q"](x).unflatten(-1, (self.spelling.q_heads, -1))
+        q = self.rotated("q", heads[..., : self.spelling.head_dim].flatten(-2), cos, sin)
+        return [q, self.rotated("k", self.projections["k"](x), cos, sin), self.projections["v"](x), self.read(heads)]
+
+
+NO_GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "half of the gate": lambda heads: heads[..., 12:].exp(),
+    "gates of some heads": lambda heads: heads[:, :, :3, 8:].exp(),
+    "gates in another order": lambda heads: heads.flip(-2)[..., 8:].exp(),
+    "no gates": lambda heads: heads.sum(),
+}
+
+
+@pytest.mark.parametrize("name", NO_GATES)
+def test_columns_behind_q_that_are_no_whole_gates_are_not_read_as_such(name: str) -> None:
+    findings = compiled(Gated(NO_GATES[name]), *inputs(Spelling())).findings()
+    (match,) = findings.of("qkv")
+    assert match.params.gate is None
+    assert match.params.q.layout.starts == (0, 16, 32, 48)
+
+
+def test_a_gate_that_is_used_where_it_lies_is_read_there() -> None:
+    findings = compiled(Gated(lambda heads: heads[..., 8:].sigmoid()), *inputs(Spelling())).findings()
+    (match,) = findings.of("qkv")
+    assert match.params.gate.starts == (8, 24, 40, 56)
+    assert not match.inputs["gate"].meta["val"].is_contiguous()
+
+
+def test_one_head_of_k_behind_one_of_q_is_no_gate() -> None:
+    spelling = Spelling(q_heads=1, kv_heads=1, norms="")
+    match = check(find(spelling), spelling)
+    assert match.params.gate is None
 
 
 def test_q_and_k_of_two_inputs_are_no_prologue() -> None:

@@ -244,26 +244,22 @@ def test_two_eps_are_refused() -> None:
     assert any("different eps: 1e-06 and 0.001" in (site.reason or "") for site in found.report.sites)
 
 
-def test_a_full_width_norm_is_refused() -> None:
-    class Olmo2(Prologue):
+@pytest.mark.parametrize("width", [32, 8])
+def test_a_norm_over_some_heads_or_a_part_of_one_is_refused(width: int) -> None:
+    class Grouped(Prologue):
         def __init__(self, form: Form) -> None:
             super().__init__(form)
-            self.q_full, self.k_full = nn.Parameter(torch.rand(64)), nn.Parameter(torch.rand(32))
+            self.weight = nn.Parameter(torch.rand(width) + 0.5)
 
         def project(self, x: Tensor):
             q, k, v = super().project(x)
-            return llama_norm(q, self.q_full, 1e-6), llama_norm(k, self.k_full, 1e-6), v
+            return *(llama_norm(t.unflatten(-1, (-1, width)), self.weight, 1e-6).flatten(-2) for t in (q, k)), v
 
-    form = Form(norm=None)
-    model, arguments = Olmo2(form), inputs(form)
-    found = compiled(model, *arguments)
-    assert found.report.count("norm_rope_chain", per_head=False) == 2
-    assert found.report.ops == {"npu::npu_rms_norm": 2, "npu::npu_rotary_mul": 2}
-    qkv = next(site for site in found.report.sites if site.kind == "qkv")
-    assert qkv.reason == "the norm of q is over 64 elements (full width), the op norms per head of 16"
-    with torch.no_grad():
-        for value, expected in zip(found.output, model(*arguments), strict=True):
-            torch.testing.assert_close(value, expected)
+    form = Form(norm=None, kv_heads=4)
+    reasons = refused(Grouped(form), inputs(form))
+    assert reasons == [
+        f"the norm of q is over {width} elements; ops norm per head of 16, or both q and k over all heads together"
+    ]
 
 
 @pytest.mark.parametrize("order", ["kqv", "vqk", "qvk", "gap"])

@@ -85,3 +85,92 @@ def test_an_axis_too_long_for_the_kernel_is_refused() -> None:
     assert not found.report.ops
     assert "896" in next(site for site in found.report.sites if site.kind == "rope").reason
     assert torch.equal(found.output, half(x, cos, sin))
+
+
+# Pairs that are taken apart -------------------------------------------------------------------------------------------
+
+
+def deinterleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+APART = "npu::npu_interleave_rope"
+TABLES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "batch, heads, tokens": ((2, 3, 5, 64), (1, 1, 5, 32)),
+    "tables of each sequence": ((2, 3, 5, 64), (2, 1, 5, 32)),
+    "one head": ((2, 1, 5, 64), (5, 32)),
+    "one token": ((2, 3, 1, 64), (1, 1, 1, 32)),
+    "batch, tokens, heads": ((2, 5, 3, 64), (1, 5, 1, 32)),
+    "tokens, heads": ((5, 3, 64), (5, 1, 32)),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", TABLES)
+def test_neighbours_are_taken_apart_by_the_op(name: str, dtype: torch.dtype, dynamic: bool) -> None:
+    shape, table = TABLES[name]
+    x, cos, sin = torch.randn(shape).to(dtype), *(torch.randn(table).to(dtype) for _ in range(2))
+    axis = shape.index(5) - len(shape) if 5 in shape else -2
+    if dynamic and 5 in shape:
+        for tensor in (x, cos, sin):
+            torch._dynamo.mark_dynamic(tensor, axis)
+    found = compiled(deinterleaved, x, cos, sin)
+    assert found.report.ops == {APART: 1}
+    eager, truth = deinterleaved(x, cos, sin), deinterleaved(x.double(), cos.double(), sin.double())
+    assert found.output.stride() == eager.stride()
+    assert (found.output.double() - truth).pow(2).mean() <= 1.1 * (eager.double() - truth).pow(2).mean()
+    (site,) = [site for site in found.report.sites if site.kind == "rope"]
+    assert "rounds once" in site.roundings[0]
+
+
+def test_a_part_behind_what_passes_is_taken_apart() -> None:
+    def function(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = x.view(2, 5, 3, 80).transpose(1, 2)
+        return torch.cat((heads[..., :16], deinterleaved(heads[..., 16:], cos, sin)), -1)
+
+    x, (cos, sin) = torch.randn(2, 5, 240).bfloat16(), (t.bfloat16() for t in tables(5, 64, doubled=False))
+    found = compiled(function, x, cos, sin)
+    assert found.report.ops == {APART: 1}
+    torch.testing.assert_close(found.output, function(x, cos, sin), atol=0.05, rtol=0.05)
+
+
+def test_layers_share_the_tables_of_pairs_that_are_taken_apart() -> None:
+    def layers(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return deinterleaved(x, cos, sin), deinterleaved(y, cos, sin)
+
+    cos, sin = (t.bfloat16() for t in tables(5, 64, doubled=False))
+    found = compiled(layers, torch.randn(2, 3, 5, 64).bfloat16(), torch.randn(2, 2, 5, 64).bfloat16(), cos, sin)
+    assert found.report.ops == {APART: 2}
+    assert found.targets().count("aten.cat.default") == 2
+
+
+NARROW = tuple(t.bfloat16() for t in tables(5, 64, doubled=False))
+OTHERWISE: dict[str, tuple[Tensor, ...]] = {
+    "float32": (torch.randn(2, 3, 5, 64), *tables(5, 64, doubled=False)),
+    "32 columns": (torch.randn(2, 3, 5, 32).bfloat16(), *(t[:, :16] for t in NARROW)),
+    "wider tables": (torch.randn(2, 3, 5, 64).bfloat16(), *tables(5, 64, doubled=False)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_the_op_has_not_is_taken_apart_before(name: str) -> None:
+    inputs = OTHERWISE[name]
+
+    def function(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return deinterleaved(x, cos, sin).to(x.dtype)
+
+    found = compiled(function, *inputs)
+    assert found.report.ops == {"npu::npu_rotary_mul": 1}
+    bound = 1e-6 if inputs[0].dtype == torch.float32 else 0.05
+    torch.testing.assert_close(found.output, function(*inputs), atol=bound, rtol=bound)
+
+
+def test_both_ops_say_why_not() -> None:
+    x, cos, sin = torch.randn(2, 1000, 5, 64).bfloat16(), *tables(5, 64, doubled=False)
+    found = compiled(lambda x, cos, sin: deinterleaved(x, cos, sin).to(x.dtype), x, cos, sin)
+    assert not found.report.ops
+    (site,) = [site for site in found.report.sites if site.kind == "rope"]
+    assert site.reason.startswith("npu_interleave_rope: cos is float32 (the kernel takes float16, bfloat16); npu_rota")
+    assert "N is 1000" in site.reason

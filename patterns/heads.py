@@ -1,0 +1,154 @@
+"""Which columns of a tensor the heads are that are cut from it, found by running the cut on tensors without storage.
+
+Heads may lie side by side, or with columns of something else between: a gate behind each head of q, or k and v behind
+each head of q. What counts is where each head starts, the same for every binding of the symbolic sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import values
+from .movement import COPIES, ROW_MAJOR_VIEWS, Role, Sizes
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Some columns of a source [*leading, width], seen as heads.
+
+    Args:
+        starts: the first column of each head; its others follow it.
+        head_dim: how many columns a head has.
+        roles: what each axis of the result is: "head", "dim" (the last), "unit" (of size one), the number of a leading
+            axis of the source, or "tokens" for all leading axes in one.
+    """
+
+    starts: tuple[int, ...]
+    head_dim: int
+    roles: tuple[Role, ...]
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.starts)
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    def every(self, stride: int) -> bool:
+        """Whether a head starts `stride` columns behind the one before it."""
+        return self.starts == tuple(self.starts[0] + i * stride for i in range(self.num_heads))
+
+    @property
+    def side_by_side(self) -> bool:
+        return self.every(self.head_dim)
+
+
+def heads(base: fx.Node, path: Sequence[fx.Node]) -> Heads | None:
+    """Reads a path of movement from `base` as a view of heads; None where it is none, or not for all sizes the same."""
+    found = {_heads(base, path, Sizes(i)) for i in range(Sizes.COUNT)}
+    return found.pop() if len(found) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of numbered columns, and a strided view of them."""
+
+    leading: tuple[int, ...]
+    columns: tuple[int, ...]
+    view: torch.Tensor
+
+    def copied(self) -> _Rows | None:
+        """The view as rows of their own; None where it has not the leading axes in front, as they are."""
+        rank = len(self.leading)
+        strides = tuple(len(self.columns) * prod(self.leading[i + 1 :]) for i in range(rank))
+        if tuple(self.view.shape[:rank]) != self.leading or self.view.stride()[:rank] != strides:
+            return None
+        sizes, steps = self.view.shape[rank:], self.view.stride()[rank:]
+        places = torch.arange(len(self.columns)).as_strided(sizes, steps, self.view.storage_offset()).flatten()
+        columns = tuple(self.columns[place] for place in places.tolist())
+        return _Rows(self.leading, columns, _fresh(self.leading, len(columns)).view(self.view.shape))
+
+
+def _fresh(leading: tuple[int, ...], width: int) -> torch.Tensor:
+    return torch.empty((*leading, width), device="meta", dtype=torch.int8)
+
+
+def _rows(base: fx.Node, path: Sequence[fx.Node], sizes: Sizes) -> _Rows | None:
+    """Runs a path of movement on a contiguous tensor shaped as `base`; None where it moves more than columns."""
+    shape = tuple(sizes(values.shape(base)))
+    if not shape or 0 in shape:
+        return None
+    rows = _Rows(shape[:-1], tuple(range(shape[-1])), _fresh(shape[:-1], shape[-1]))
+    for node in path:
+        if node.target in COPIES:
+            continue
+        # A view of a copy merges axes that a view of the source can't: then the copy is run too.
+        for source in (rows, rows.copied() if node.target in ROW_MAJOR_VIEWS else None):
+            view = _run(node, source.view, sizes) if source is not None else None
+            if source is not None and view is not None:
+                break
+        else:
+            return None
+        rows = _Rows(source.leading, source.columns, view)
+    return rows if isinstance(rows.view, torch.Tensor) else None
+
+
+def _run(node: fx.Node, value: torch.Tensor, sizes: Sizes) -> Any:
+    target: Any = aten.view.default if node.target in (aten._unsafe_view.default, aten.reshape.default) else node.target
+    try:
+        return target(value, *(sizes(argument) for argument in node.args[1:]), **node.kwargs)
+    except (RuntimeError, IndexError, ValueError):
+        return None  # not to be strided over the source, or not with these sizes
+
+
+def _heads(base: fx.Node, path: Sequence[fx.Node], sizes: Sizes) -> Heads | None:
+    rows = _rows(base, path, sizes)
+    if rows is None or not rows.view.dim():
+        return None
+    *shape, head_dim = rows.view.shape
+    *strides, step = rows.view.stride()
+    roles: list[Role] = []
+    starts = [rows.view.storage_offset()]
+    axes = _token_axes(rows.leading, len(rows.columns))
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            roles.append("unit")
+        elif (size, stride) in axes:
+            roles.append(axes[size, stride])
+        elif "head" not in roles:
+            roles.append("head")
+            starts = [starts[0] + i * stride for i in range(size)]
+        else:
+            return None
+    ends = [start + (head_dim - 1) * step for start in starts]
+    if not _complete(roles, rows.leading) or not 0 <= max(*starts, *ends) < len(rows.columns):
+        return None
+    found = [[rows.columns[start + i * step] for i in range(head_dim)] for start in starts]
+    in_order = all(columns == list(range(columns[0], columns[0] + head_dim)) for columns in found)
+    once = len(set().union(*found)) == len(found) * head_dim
+    return Heads(tuple(columns[0] for columns in found), head_dim, (*roles, "dim")) if in_order and once else None
+
+
+def _token_axes(leading: tuple[int, ...], width: int) -> dict[tuple[int, int], Role]:
+    """The leading axes by size and stride, and all of them in one."""
+    axes: dict[tuple[int, int], Role] = {
+        (size, width * prod(leading[i + 1 :])): i for i, size in enumerate(leading) if size > 1
+    }
+    if len(axes) != 1:
+        axes.setdefault((prod(leading), width), "tokens")
+    return axes
+
+
+def _complete(roles: Sequence[Role], leading: tuple[int, ...]) -> bool:
+    """Whether every token is there, once."""
+    tokens = [role for role in roles if role not in ("head", "unit")]
+    return tokens == ["tokens"] or sorted(map(str, tokens)) == [str(i) for i, size in enumerate(leading) if size > 1]
