@@ -69,7 +69,7 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
     x, weight, bias, batch, channels, _, group, eps = norm.args
     assert isinstance(x, fx.Node)
     assert isinstance(group, int)
-    sizes = [size.meta["val"] if isinstance(size, fx.Node) else size for size in (batch, channels)]
+    sizes: list[Any] = [size.meta["val"] if isinstance(size, fx.Node) else size for size in (batch, channels)]
     if not values.same_shape(sizes, values.shape(x)[:2]):
         return None
     if not isinstance(eps, float):

@@ -47,7 +47,7 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
     if not is_movement(node) or values.tensor(node) is None:
         return None
     product, path = trace(node)
-    if product.target is not aten.bmm.default or not values.is_float(product):
+    if not _is_batched_matmul(product):
         return None
     if _order(product, path) != _BATCH_SECOND or _order(product, path[:-1]) == _BATCH_SECOND:
         return None
@@ -65,6 +65,14 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
     moved = [n for operand, under in ((batched, x), (stacked, weight)) for n in _between(operand, under)]
     params = TransposeBatchmatmul(batch_second, values.dtype(product), spelling)
     return Match(KIND, node, inputs, params, tuple(sorted({*moved, product, *path})))
+
+
+def _is_batched_matmul(node: fx.Node) -> bool:
+    """True for [B, M, K] times [B, K, N]; an NPU keeps `matmul` whole, which a CPU takes apart."""
+    if node.target not in (aten.bmm.default, aten.matmul.default) or not values.is_float(node):
+        return False
+    shapes = [values.shape(operand) for operand in node.args if isinstance(operand, fx.Node)]
+    return len(shapes) == 2 and all(len(s) == 3 for s in shapes) and values.same_shape(shapes[0][:1], shapes[1][:1])
 
 
 def _order(base: fx.Node, path: Sequence[fx.Node]) -> tuple[int, ...] | None:

@@ -7,7 +7,7 @@ from torch import fx
 
 from ...patterns import values
 from ...patterns.match import Match
-from ...patterns.movement import COPIES
+from ...patterns.movement import COPIES, trace
 from ...patterns.transpose_batchmatmul import TransposeBatchmatmul
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
@@ -26,7 +26,7 @@ def lower(match: Match, edit: Edit) -> OpContract:
     results = _row_major(match.node)
     if results is None:
         raise Refused("its result is read as the view that it is; the op's would have to be copied into that layout")
-    matmul = next(node for node in match.claimed if node.target is aten.bmm.default)
+    matmul, _ = trace(match.node)
     inner = (node for node in match.claimed if matmul <= node < match.node)
     if any(node.users.keys() - {*match.claimed} for node in inner):
         raise Refused("the matmul is used elsewhere too, so that its own kernel would stay")
