@@ -130,63 +130,6 @@ def layout(base: fx.Node, path: Sequence[fx.Node], sizes: Sizes) -> Layout | Non
 Role = Literal["head", "dim", "unit", "tokens"] | int
 
 
-@dataclass(frozen=True, slots=True)
-class HeadLayout:
-    """Some columns of a source [*leading, width], seen as heads.
-
-    Args:
-        column: the first of the columns.
-        num_heads, head_dim: how the columns are cut.
-        roles: what each axis of the result is: "head", "dim" (the last), "unit" (of size one), the number of a leading
-            axis of the source, or "tokens" for all leading axes in one.
-    """
-
-    column: int
-    num_heads: int
-    head_dim: int
-    roles: tuple[Role, ...]
-
-    @property
-    def width(self) -> int:
-        return self.num_heads * self.head_dim
-
-
-def head_layout(base: fx.Node, path: Sequence[fx.Node]) -> HeadLayout | None:
-    """Reads a path of movement as a view of heads, the same for every binding of the symbolic sizes; else None."""
-    found = {_head_layout(layout(base, path, Sizes(i))) for i in range(Sizes.COUNT)}
-    return found.pop() if len(found) == 1 else None
-
-
-def _head_layout(moved: Layout | None) -> HeadLayout | None:
-    if moved is None or not moved.source_sizes or not moved.sizes or 0 in moved.sizes:
-        return None
-    *leading, width = moved.source_sizes
-    if moved.offset >= width or (moved.strides[-1] != 1 and moved.sizes[-1] != 1):
-        return None
-    head_dim = moved.sizes[-1]
-    leading_strides = [width * prod(leading[i + 1 :]) for i in range(len(leading))]
-    axes: dict[tuple[int, int], Role] = {
-        (size, stride): i for i, (size, stride) in enumerate(zip(leading, leading_strides, strict=True)) if size > 1
-    }
-    if len(axes) != 1:
-        axes.setdefault((prod(leading), width), "tokens")
-    roles: list[Role] = []
-    num_heads = 1
-    for size, stride in zip(moved.sizes[:-1], moved.strides[:-1], strict=True):
-        if size == 1:
-            roles.append("unit")
-        elif (size, stride) in axes:
-            roles.append(axes[size, stride])
-        elif stride == head_dim and size * head_dim <= width - moved.offset and "head" not in roles:
-            roles.append("head")
-            num_heads = size
-        else:
-            return None
-    tokens = [r for r in roles if r not in ("head", "unit")]
-    complete = tokens == ["tokens"] or sorted(map(str, tokens)) == [str(i) for i, s in enumerate(leading) if s > 1]
-    return HeadLayout(moved.offset, num_heads, head_dim, (*roles, "dim")) if complete else None
-
-
 def strip_unit_axes(node: fx.Node) -> fx.Node:
     """The node below all views that only add or remove axes of size one."""
     while node.target in VIEWS and node.target not in (aten.transpose.int, aten.permute.default, aten.t.default):

@@ -240,7 +240,7 @@ def _is_cast(node: fx.Node) -> bool:
 
 def _match_biased(node: fx.Node, value: Sum, c: Canonicaliser, findings: Findings) -> Match | None:
     """A norm and a bias."""
-    if not any(isinstance(part, (Call, Product)) for part, _ in value.parts):
+    if len(value.parts) != 2:
         return None
     bound = BIASED.find(value, c.pool)
     found = _read(node, bound, ("x", "weight", "bias"), c) if bound is not None else None

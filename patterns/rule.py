@@ -231,9 +231,8 @@ class _Sum(Pattern):
         else:
             candidates = [term]
         for candidate in candidates:
-            rest = pool.without(term, candidate)
             for solution in part.solutions(candidate, pool, bound):
-                yield from self._matched(others, rest, pool, solution)
+                yield from self._matched(others, pool.without(term, candidate), pool, solution)
 
 
 def _most_certain(parts: tuple[Pattern, ...], bound: Bound) -> tuple[Pattern, tuple[Pattern, ...]]:

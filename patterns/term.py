@@ -173,6 +173,14 @@ class TermPool:
             return {self._product(dict(term.factors), 1.0): term.coefficient}, 0.0
         return {term: 1.0}, 0.0
 
+    def _sum(self, parts: Mapping[Term, float], constant: float) -> Term:
+        if not parts:
+            return self.number(constant)
+        if len(parts) == 1 and constant == 0:
+            ((part, coefficient),) = parts.items()
+            return self.mul(part, self.number(coefficient)) if coefficient != 1 else part
+        return self._intern(Sum, tuple(sorted(parts.items(), key=lambda item: item[0].serial)), constant)
+
     def add(self, a: Term, b: Term, scale: float = 1.0) -> Term:
         """`a + scale * b`."""
         parts, constant = self.addends(a)
@@ -182,21 +190,12 @@ class TermPool:
             if total == 0:  # x - x is not 0 where x is infinite: no identity of floating point
                 return self.call("add", a, b, scale)
             parts[part] = total
-        constant += scale * other_constant
-        if len(parts) == 1 and constant == 0:
-            ((part, coefficient),) = parts.items()
-            return self.mul(part, self.number(coefficient)) if coefficient != 1 else part
-        if not parts:
-            return self.number(constant)
-        return self._intern(Sum, tuple(sorted(parts.items(), key=lambda item: item[0].serial)), constant)
+        return self._sum(parts, constant + scale * other_constant)
 
     def without(self, term: Term, addend: Term) -> Term:
         """What an addend of a term leaves of it."""
         parts, constant = self.addends(term)
         taken, taken_constant = self.addends(addend)
-        left = {part: coefficient - taken.get(part, 0.0) for part, coefficient in parts.items()}
-        total = self.number(constant - taken_constant)
-        for part, coefficient in left.items():
-            if coefficient:
-                total = self.add(total, part, coefficient)
-        return total
+        for part, coefficient in taken.items():
+            parts[part] = parts.get(part, 0.0) - coefficient
+        return self._sum({part: left for part, left in parts.items() if left}, constant - taken_constant)
