@@ -11,7 +11,8 @@ from tiny_models import SIZES, build, prompt
 
 MODELS = ("qwen3", "llama", "gemma3_text", "olmo2")
 QKV, ADD = "sgl_kernel_npu::split_qkv_rmsnorm_rope", "npu::npu_add_rms_norm"
-NORM, GEMMA, ROPE, GLU = "npu::npu_rms_norm", "npu::npu_gemma_rms_norm", "npu::npu_rotary_mul", "npu::npu_swiglu"
+WHOLE = "sgl_kernel_npu::split_qkv_tp_rmsnorm_rope"
+NORM, GEMMA, GLU = "npu::npu_rms_norm", "npu::npu_gemma_rms_norm", "npu::npu_swiglu"
 GEGLU = "npu::npu_geglu"
 
 # Ops of one layer, and its launches in bfloat16: calls that are no views, for two prompts of 16 tokens.
@@ -19,7 +20,7 @@ LAYERS = {
     "qwen3": ({QKV: 1, ADD: 2, GLU: 1}, 11),
     "llama": ({QKV: 1, ADD: 2, GLU: 1}, 11),
     "gemma3_text": ({QKV: 1, GEMMA: 4, GEGLU: 1}, 19),
-    "olmo2": ({NORM: 4, ROPE: 2, GLU: 1}, 22),
+    "olmo2": ({WHOLE: 1, NORM: 2, GLU: 1}, 13),
 }
 
 
@@ -157,12 +158,12 @@ def test_qkv_bias_of_qwen2() -> None:
 @pytest.mark.parametrize(
     ("config", "kind", "reason"),
     [
-        (transformers.Olmo2Config(**SIZES), "qkv", "full width"),
+        (transformers.GPTNeoXConfig(**SIZES), "qkv", "heads of q start at columns 0, 48, 96, 144"),
         (transformers.HunYuanDenseV1Config(**SIZES), "rope_then_norm", "after the rotation"),
         (transformers.CohereConfig(**SIZES, use_qk_norm=True), "qkv", "not from a projection"),
         (transformers.Qwen3Config(**{**SIZES, "head_dim": 24}), "qkv", "24"),
     ],
-    ids=["olmo2", "hunyuan", "cohere", "head_dim 24"],
+    ids=["gpt_neox", "hunyuan", "cohere", "head_dim 24"],
 )
 def test_what_is_not_legal_is_refused_with_the_reason(config: object, kind: str, reason: str) -> None:
     torch.manual_seed(0)
