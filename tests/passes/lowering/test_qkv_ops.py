@@ -90,8 +90,13 @@ def hidden(dtype: torch.dtype = torch.float32, *leading: int) -> Tensor:
     return torch.randn(*(leading or (BATCH, TOKENS)), WIDTH, dtype=dtype)
 
 
-def check(model: nn.Module, *inputs: Tensor, **settings: object) -> Compiled:
-    """The numbers are eager's, and as near to float64's as they."""
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def check(model: nn.Module, *inputs: Tensor, further: float = 1.25, **settings: object) -> Compiled:
+    """The numbers are eager's, and no further from float64's than they, but for chance."""
     with torch.no_grad():
         eager = model(*inputs)
     found = compiled(model, *inputs, **settings)
@@ -106,7 +111,7 @@ def check(model: nn.Module, *inputs: Tensor, **settings: object) -> Compiled:
         assert value.stride() == expected.stride()
         if dtype != torch.float32:
             error, eager_error = ((t.double() - true).pow(2).mean().sqrt() for t in (value, expected))
-            assert error <= 1.25 * eager_error
+            assert error <= further * eager_error
     return found
 
 
@@ -193,7 +198,7 @@ class UnroundedNorm(Olmo2):
     ],
 )
 def test_where_it_rounds_otherwise_is_said(kind: type[Olmo2], note: str) -> None:
-    found = check(kind(torch.bfloat16), hidden(torch.bfloat16))
+    found = check(kind(torch.bfloat16), hidden(torch.bfloat16), further=1.6)  # one more rounding is 1.4 times the error
     assert found.report.ops == {WHOLE: 1}
     assert note in qkv_site(found).roundings[-1]
     assert "exact_rounding is on" in assert_refused(kind(torch.bfloat16), hidden(torch.bfloat16), exact_rounding=True)
@@ -498,8 +503,8 @@ def test_what_is_refused_by_all_has_all_reasons() -> None:
     reason = assert_refused(VLlm(Lookup(), torch.float16), *inputs, target=old)
     assert reason == (
         "split_qkv_rmsnorm_rope_pos_cache_half_npu: input_tensor is float16, and the kernel rounds its results to "
-        "bfloat16; split_qkv_rmsnorm_rope: sgl_kernel_npu 2026.3.1.post1 has no is_neox_style, 2026.05.01.post3 brought "
-        "it"
+        "bfloat16; split_qkv_rmsnorm_rope: sgl_kernel_npu 2026.3.1.post1 has no is_neox_style, 2026.05.01.post3 "
+        "brought it"
     )
 
 
