@@ -6,6 +6,7 @@ algebra; integers (indices, lengths) stay opaque.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -169,7 +170,7 @@ def _div(c: Canonicaliser, node: fx.Node) -> Term | None:
         return None
     dividend, divisor = node.args[0], node.args[1]
     if isinstance(divisor, (int, float)):
-        return c.pool.divide(c.of(dividend), c.pool.number(divisor)) if divisor else None
+        return c.pool.mul(c.of(dividend), c.pool.number(1 / divisor)) if divisor else None
     return c.pool.mul(c.of(dividend), c.pool.power(c.of(divisor), -1))
 
 
@@ -271,6 +272,26 @@ def _view(c: Canonicaliser, node: fx.Node) -> Term | None:
     return None
 
 
+def _clamp(low: tuple[int, str] | None, high: tuple[int, str] | None) -> OpRule:
+    """A bound on either side, at the given arguments; bounds of bounds are merged."""
+
+    def rule(c: Canonicaliser, node: fx.Node) -> Term | None:
+        bounds = [
+            infinity if given is None or (bound := _argument(node, *given)) is None else bound
+            for given, infinity in ((low, -math.inf), (high, math.inf))
+        ]
+        if not _float_operands(node) or not all(isinstance(bound, (int, float)) for bound in bounds):
+            return None
+        least, most = map(float, bounds)
+        x = c.of(node.args[0])
+        if isinstance(x, Call) and x.name == "clamp":
+            x, *inner = x.args  # type: ignore[assignment]  # as made below
+            least, most = (max(least, min(bound, most)) for bound in inner)  # type: ignore[type-var]  # likewise
+        return c.pool.call("clamp", x, least, most)
+
+    return rule
+
+
 def _activation(name: str) -> OpRule:
     return lambda c, node: c.pool.call(name, c.of(node.args[0])) if len(node.args) == 1 and not node.kwargs else None
 
@@ -312,6 +333,9 @@ RULES: Mapping[Any, OpRule] = {
     aten.reciprocal.default: _fixed_power(-1),
     aten.mean.dim: _mean,
     aten.sum.dim_IntList: _sum,
+    aten.clamp.default: _clamp((1, "min"), (2, "max")),
+    aten.clamp_min.default: _clamp((1, "min"), None),
+    aten.clamp_max.default: _clamp(None, (1, "max")),
     aten.exp.default: _activation("exp"),
     aten.tanh.default: _activation("tanh"),
     aten.sigmoid.default: _activation("sigmoid"),

@@ -9,15 +9,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import values
+from . import glu, values
 from .canonical import Canonicaliser
-from .cone import computes, walk
+from .captured import Captured, captured
+from .cone import computes
 from .match import Findings, Match, Miss
-from .spelling import Spelling, spell
-from .term import Call, Term, TermPool
+from .rule import Bound, Capture, Function, Number
+from .spelling import Spelling
+from .term import Term, TermPool
 
 KIND = "fast_gelu"
 ALPHA = 1.702
+
+PATTERN = Capture("x") * Function("sigmoid", Capture("inner")) | Number("inverse") * Function("silu", Capture("inner"))
 
 # By how much another factor may differ for a spelling to be a near miss.
 _NEARLY = 0.02
@@ -43,44 +47,30 @@ class FastGelu:
 
 def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
     """Recognises a value that is multiplied by the sigmoid of 1.702 times itself."""
-    if not values.is_float(node) or not computes(node):
+    bound = PATTERN.find(c.terms[node], c.pool) if computes(node) else None
+    if bound is None:
         return None
-    gated = _gated_by_itself(c.terms[node], c.pool)
-    if gated is None:
-        return None
-    x_term, alpha = gated
-    cone = walk(node, lambda n: c.terms[n] is x_term)
-    if cone is None or not cone.inputs or any(c.terms[n] is not x_term for n in cone.inputs):
-        return None
-    x = min(values.strip_widening(n) for n in cone.inputs)
-    if not values.same_shape(values.shape(x), values.shape(node)):
+    x, alpha = _scaled(bound, c.pool)
+    if x is None or alpha is None or not math.isclose(alpha, ALPHA, rel_tol=_NEARLY):
         return None
     if alpha != ALPHA:
         return Miss(KIND, node, "x is multiplied by the sigmoid of {:g} x; a fast GELU takes {:g} x", (alpha, ALPHA))
-    spelling = spell(node, {"x": x}, c)
-    if spelling is None:
-        return Miss(KIND, node, "x is computed twice, and not alike")
-    steps = frozenset(values.dtype(n) for n in cone.nodes if computes(n) or values.is_rounding(n))
-    return Match(KIND, node, {"x": x}, FastGelu(values.dtype(node), steps, spelling), cone.nodes)
+    found = captured(KIND, node, {"x": x}, c)
+    if not isinstance(found, Captured):
+        return found
+    if not values.same_shape(values.shape(found.inputs["x"]), values.shape(node)):
+        return None
+    params = FastGelu(values.dtype(node), found.steps, found.spelling)
+    unit = findings.at(glu.KIND, node)  # what it is too: x, gated by itself
+    return Match(KIND, node, found.inputs, params, found.cone.nodes, () if unit is None else (unit,))
 
 
-def _gated_by_itself(term: Term, pool: TermPool) -> tuple[Term, float] | None:
-    """The x and the alpha of a term `x * sigmoid(alpha * x)`, with an alpha that is nearly that of the fast GELU."""
-    factors, coefficient = pool.factors(term)
-    for factor, exponent in factors.items():
-        if not isinstance(factor, Call) or exponent != 1:
-            continue
-        inner = factor.args[0] if factor.args else None
-        if not isinstance(inner, Term):
-            continue
-        if factor.name == "sigmoid":
-            x = pool.divide(term, factor)
-            if x is not None and pool.mul(x, pool.number(ALPHA)) is inner:
-                return x, ALPHA
-        elif factor.name == "silu" and len(factors) == 1:
-            _, scale = pool.factors(inner)
-            alpha = ALPHA if math.isclose(coefficient * ALPHA, 1, rel_tol=1e-12) else scale
-            if abs(alpha - ALPHA) < _NEARLY and math.isclose(coefficient * alpha, 1, rel_tol=1e-12):
-                x = pool.divide(inner, pool.number(alpha))
-                return None if x is None else (x, alpha)
-    return None
+def _scaled(bound: Bound, pool: TermPool) -> tuple[Term | None, float | None]:
+    """x, and what it is multiplied by inside the activation."""
+    x, inner, inverse = bound.get("x"), bound["inner"], bound.get("inverse")
+    assert isinstance(inner, Term)
+    if isinstance(x, Term):
+        return x, pool.ratio(inner, x)
+    assert isinstance(inverse, float)
+    alpha = ALPHA if math.isclose(inverse * ALPHA, 1, rel_tol=1e-12) else 1 / inverse if inverse else 0.0
+    return (pool.divide(inner, pool.number(alpha)), alpha) if alpha else (None, None)

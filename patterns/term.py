@@ -82,13 +82,8 @@ class TermPool:
 
     def _product(self, factors: Mapping[Term, float], coefficient: float) -> Term:
         ordered = tuple(sorted(((t, e) for t, e in factors.items()), key=lambda item: item[0].serial))
-        if len(ordered) == 1 and ordered[0][1] == 1:
-            lone = ordered[0][0]
-            if coefficient == 1:
-                return lone
-            if isinstance(lone, Sum) and coefficient != 0:  # 2 * (x + 1) is 2 * x + 2
-                parts = tuple((part, coefficient * of_part) for part, of_part in lone.parts)
-                return self._intern(Sum, parts, coefficient * lone.constant)
+        if coefficient == 1 and len(ordered) == 1 and ordered[0][1] == 1:
+            return ordered[0][0]
         return self._intern(Product, ordered, coefficient)
 
     @staticmethod
@@ -106,22 +101,31 @@ class TermPool:
             if known * exponent < 0:  # x ** 2 / x is not x where x is 0: no identity of floating point
                 return self.call("mul", *sorted((a, b), key=lambda t: t.serial))
             factors[factor] = known + exponent
+        coefficient *= other_coefficient
         for sigmoid in [f for f in factors if isinstance(f, Call) and f.name == "sigmoid" and factors[f] == 1]:
             (gate,) = sigmoid.args
             assert isinstance(gate, Term)
             rest = self._divide(factors, coefficient, gate)
-            if rest is not None:  # x * sigmoid(x)
+            scale = self.factors(gate)[1]
+            if rest is not None and (rest[1] == 1 or abs(scale) == 1):  # x * sigmoid(x), but not x * sigmoid(2 * x)
                 factors, coefficient = rest
                 del factors[sigmoid]
                 silu = self.call("silu", gate)
                 factors[silu] = factors.get(silu, 0.0) + 1
-        return self._product(factors, coefficient * other_coefficient)
+        if len(factors) == 1 and coefficient not in (0, 1):
+            ((lone, exponent),) = factors.items()
+            if isinstance(lone, Sum) and exponent == 1:  # 2 * (x + 1) is 2 * x + 2
+                parts = {part: coefficient * of_part for part, of_part in lone.parts}
+                return self._sum(parts, coefficient * lone.constant)
+        return self._product(factors, coefficient)
 
     def _divide(
         self, factors: Mapping[Term, float], coefficient: float, divisor: Term
     ) -> tuple[dict[Term, float], float] | None:
         remaining = dict(factors)
         divisors, divisor_coefficient = self.factors(divisor)
+        if divisor_coefficient == 0:
+            return None
         for factor, exponent in divisors.items():
             left = remaining.get(factor, 0.0) - exponent
             if left < 0 < exponent or (left > 0 > exponent):
@@ -130,7 +134,10 @@ class TermPool:
         return {t: e for t, e in remaining.items() if e}, coefficient / divisor_coefficient
 
     def divide(self, term: Term, divisor: Term) -> Term | None:
-        """`term / divisor` where every factor of the divisor is a factor of the term; else None."""
+        """`term / divisor` where every factor of the divisor is a factor of the term; else None.
+
+        A number is left as the factor that it is, not multiplied into a sum.
+        """
         rest = self._divide(*self.factors(term), divisor)
         return None if rest is None else self._product(*rest)
 
@@ -191,6 +198,17 @@ class TermPool:
                 return self.call("add", a, b, scale)
             parts[part] = total
         return self._sum(parts, constant + scale * other_constant)
+
+    def ratio(self, term: Term, base: Term) -> float | None:
+        """The number by which `base` is multiplied to give `term`, or None."""
+        parts, constant = self.addends(term)
+        others, other_constant = self.addends(base)
+        if parts.keys() != others.keys():
+            return None
+        pairs = [(coefficient, others[part]) for part, coefficient in parts.items()]
+        pairs += [(constant, other_constant)] if constant or other_constant else []
+        ratios = {a / b if b else None for a, b in pairs}
+        return ratios.pop() if len(ratios) == 1 else None
 
     def without(self, term: Term, addend: Term) -> Term:
         """What an addend of a term leaves of it."""

@@ -36,6 +36,7 @@ def test_it_is_one_launch(function, dtype: torch.dtype, dynamic: bool | None) ->
     assert {site.kind: site.status for site in found.report.sites} == {
         "clipped_swiglu": "lowered",
         "fast_gelu": "lowered",
+        "glu": "lowered",
     }
     wanted = function(x)
     torch.testing.assert_close(found.output, wanted, rtol=2e-2, atol=5e-2 if dtype != torch.float32 else 1e-5)
