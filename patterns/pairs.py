@@ -30,6 +30,8 @@ def share_columns(table: fx.Node, p: Rope, c: Canonicaliser) -> bool:
     while True:
         if _keeps_columns(node):
             node = source(node)
+        elif (times := _repeated_in_turn(node)) is not None:
+            node, columns = source(node), [column // times for column in columns]
         elif (found := cut(node, c)) is not None:
             node, columns = found.base, [found.columns[column] for column in columns]
         else:
@@ -37,6 +39,15 @@ def share_columns(table: fx.Node, p: Rope, c: Canonicaliser) -> bool:
     half = p.rope_dim // 2
     pairs = [(2 * i, 2 * i + 1) if p.style == "interleave" else (i, i + half) for i in range(half)]
     return all(columns[a] == columns[b] for a, b in pairs)
+
+
+def _repeated_in_turn(node: fx.Node) -> int | None:
+    """How many times each column stands in a row; None where a node repeats none. An NPU's graph keeps it as one op."""
+    if node.target is not aten.repeat_interleave.self_int:
+        return None
+    times = node.args[1]
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    return times if isinstance(times, int) and dim in (-1, len(values.shape(node)) - 1) else None
 
 
 # Ops that compute each element from the one at its place.
