@@ -7,6 +7,7 @@ algebra; integers (indices, lengths) stay opaque.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -99,7 +100,7 @@ def is_functional(node: fx.Node) -> bool:
 
 
 _PYTHON_FUNCTIONS = frozenset(
-    getattr(__import__("operator"), name) for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "neg")
+    {operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg}
 )
 
 
@@ -159,6 +160,25 @@ def _addcmul(c: Canonicaliser, node: fx.Node) -> Term | None:
         return None
     product = c.pool.mul(c.of(node.args[1]), c.of(node.args[2]))
     return c.pool.add(c.of(node.args[0]), product, node.kwargs.get("value", 1))  # type: ignore[arg-type]  # a number
+
+
+def _getitem(c: Canonicaliser, node: fx.Node) -> Term | None:
+    """Of a norm that is an op already: what it computes."""
+    op, index = node.args
+    offset = _NORM_OPS.get(str(op.target)) if isinstance(op, fx.Node) else None
+    if offset is None or index != 0 or not isinstance(op, fx.Node):
+        return None
+    x, gamma = (_argument(op, place, name) for place, name in enumerate(("input", "gamma")))
+    if not values.is_float(x) or not values.is_float(gamma) or len(values.shape(gamma)) != 1:
+        return None
+    eps = _argument(op, 2, "epsilon", 1e-6)
+    mean = c.pool.call("mean", c.pool.power(c.of(x), 2), (-1,))
+    normed = c.pool.mul(c.of(x), c.pool.power(c.pool.add(mean, c.pool.number(eps)), -0.5))
+    return c.pool.mul(normed, c.pool.add(c.of(gamma), c.pool.number(offset)))
+
+
+# By what is added to the weight. Models and libraries that know the NPU call them themselves.
+_NORM_OPS = {"npu.npu_rms_norm.default": 0.0, "npu.npu_gemma_rms_norm.default": 1.0}
 
 
 def _mul(c: Canonicaliser, node: fx.Node) -> Term | None:
@@ -286,7 +306,7 @@ def _clamp(low: tuple[int, str] | None, high: tuple[int, str] | None) -> OpRule:
         x = c.of(node.args[0])
         if isinstance(x, Call) and x.name == "clamp":
             x, *inner = x.args  # type: ignore[assignment]  # as made below
-            least, most = (max(least, min(bound, most)) for bound in inner)  # type: ignore[type-var]  # likewise
+            least, most = (max(least, min(float(bound), most)) for bound in inner)  # type: ignore[arg-type]  # likewise
         return c.pool.call("clamp", x, least, most)
 
     return rule
@@ -314,6 +334,7 @@ RULES: Mapping[Any, OpRule] = {
     aten.reshape.default: _view,
     aten.expand.default: _same,
     aten.unsqueeze.default: _unsqueeze,
+    operator.getitem: _getitem,
     aten.add.Tensor: _scaled_add(1.0),
     aten.add.Scalar: _scaled_add(1.0),
     aten.sub.Tensor: _scaled_add(-1.0),

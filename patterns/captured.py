@@ -34,7 +34,8 @@ class Captured:
     @property
     def active(self) -> list[fx.Node]:
         """The nodes that compute something, or round."""
-        return [n for n in self.cone.nodes if computes(n) or values.is_rounding(n)]
+        nodes = [n for n in self.cone.nodes if values.tensor(n) is not None]
+        return [n for n in nodes if computes(n) or values.is_rounding(n)]
 
     @property
     def steps(self) -> frozenset[torch.dtype]:

@@ -353,6 +353,9 @@ def _params(node: fx.Node, bound: Bound, found: Captured, hidden_size: int, c: C
     statistics = [n for n in active if n in averaged or (n in scales and computes(n))]
     normed = [n for n in active if isinstance(t := c.terms[n], Call) and t.name == BARE]
     dtype = values.dtype(node)
+    # What is one op already takes the statistics in float32, and rounds the normed x but for the Gemma form.
+    inner_dtype = dtype if averaged else torch.float32
+    normed_dtype = dtype if averaged or not offset else torch.float32
     return RmsNorm(
         eps=eps,
         hidden_size=hidden_size,
@@ -362,9 +365,9 @@ def _params(node: fx.Node, bound: Bound, found: Captured, hidden_size: int, c: C
         bias="bias" in found.inputs,
         scaled_before=False,
         gate=None,
-        statistics_dtype=narrowest(statistics, dtype),
-        scale_dtype=narrowest(scales, dtype),
-        normed_dtype=narrowest(normed, dtype) if "weight" in found.inputs else dtype,
+        statistics_dtype=narrowest(statistics, inner_dtype),
+        scale_dtype=narrowest(scales, inner_dtype),
+        normed_dtype=narrowest(normed, normed_dtype) if "weight" in found.inputs else dtype,
         dtype=dtype,
         steps=found.steps,
         spelling=found.spelling,

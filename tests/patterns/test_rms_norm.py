@@ -17,6 +17,8 @@ from helpers import Compiled, compiled, repeats
 from npu_fuse.patterns.match import Match
 from npu_fuse.patterns.rms_norm import RmsNorm
 from npu_fuse.patterns.values import strip_widening
+from npu_fuse.runtime.ops.register import register
+from npu_fuse.runtime.target import Target
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32), (FP32, BF16)]
@@ -207,6 +209,20 @@ def test_inner_roundings_are_repeated_and_known(name: str) -> None:
     assert name == "x between" or {BF16, FP16}.intersection((statistics, scale))
     assert not found.report.ops
     assert "rounds to torch." in found.report.sites[0].reason
+
+
+def test_a_norm_that_is_an_op_already_is_one() -> None:
+    """As diffusers and SGLang call it on an NPU."""
+    register(Target())
+    x, w = tensors(BF16, BF16)
+    for op, offset in ((torch.ops.npu.npu_rms_norm, 0.0), (torch.ops.npu.npu_gemma_rms_norm, 1.0)):
+        found = compiled(lambda x, w, op=op: op(x, w, EPS)[0], x, w)
+        check(found, offset=offset)
+        (site,) = found.report.sites
+        assert site.status == "lowered"
+        assert not site.roundings
+        assert found.report.ops == {f"npu::{op._qualified_op_name.removeprefix('npu::')}": 1}
+        assert torch.equal(found.output, op(x, w, EPS)[0])
 
 
 # Weights, biases, groups and gates ------------------------------------------------------------------------------------
