@@ -136,6 +136,10 @@ class Edit:
     def current(self, node: fx.Node) -> fx.Node:
         return self.rewriter.current(node)
 
+    def is_within_reach(self, node: fx.Node) -> bool:
+        """Whether no effect stands between a node and the site, so that what the node reads can be read again."""
+        return self.rewriter.regions.get(node) == self._region
+
     def note(self, rounding: str) -> None:
         """Notes a rounding in which the op differs from the model.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,6 +33,9 @@ def share_columns(table: fx.Node, p: Rope, c: Canonicaliser) -> bool:
             node = source(node)
         elif (times := _repeated_in_turn(node)) is not None:
             node, columns = source(node), [column // times for column in columns]
+        elif (part := _repeated_as_a_whole(node, c)) is not None:
+            width = values.last_dim(part)
+            node, columns = part, [column % (width or p.rope_dim) for column in columns]
         elif (found := cut(node, c)) is not None:
             node, columns = found.base, [found.columns[column] for column in columns]
         else:
@@ -48,6 +52,16 @@ def _repeated_in_turn(node: fx.Node) -> int | None:
     times = node.args[1]
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
     return times if isinstance(times, int) and dim in (-1, len(values.shape(node)) - 1) else None
+
+
+def _repeated_as_a_whole(node: fx.Node, c: Canonicaliser) -> fx.Node | None:
+    """The tensor whose columns a node has several times, one after the other."""
+    if node.target is not aten.cat.default:
+        return None
+    parts: Any = node.args[0]
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    alike = len({c.numbers[part] for part in parts}) == 1 and dim in (-1, len(values.shape(node)) - 1)
+    return parts[0] if alike else None
 
 
 # Ops that compute each element from the one at its place.

@@ -75,9 +75,11 @@ class TokenTables:
         """The row of the cache that each token looks up, [tokens], none of them negative.
 
         Raises:
-            Refused: there is no row a token.
+            Refused: there is no row a token, or the cache may have been written since it was read.
         """
         assert self.lookup is not None
+        if not self.edit.is_within_reach(self.inputs["rows"]):
+            raise Refused("an op with side effects stands between where cos and sin are looked up and their use")
         edit, cache = self.edit, self.edit.current(self.inputs["cache"])
         flat = self._looked_up("positions", None)
         if not self.lookup.wraps:

@@ -481,6 +481,33 @@ def test_layers_share_what_they_look_up() -> None:
     assert found.targets().count("aten.remainder.Scalar") == 1
 
 
+class Random(VLlm):
+    """Draws a number before its projection: an effect, whose order is kept."""
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        noise = torch.rand(1, dtype=x.dtype)
+        q, k, v = super().project(x)
+        return [q, k, v + noise]
+
+
+class LookedUpBefore(Random):
+    def forward(self, x: Tensor, positions: Tensor) -> list[Tensor]:
+        return super().forward(x, self.cache[positions])
+
+
+@pytest.mark.parametrize(
+    ("model", "op"),
+    [
+        (Random(Lookup(gather=by_index), fused=True), LOOKED_UP),
+        (LookedUpBefore(Lookup(gather=lambda cache, rows: rows), fused=True), PLAIN),
+    ],
+    ids=["after the effect", "before it"],
+)
+def test_what_was_looked_up_before_an_effect_is_not_looked_up_again(model: Random, op: str) -> None:
+    found = compiled(model, hidden(torch.bfloat16, 7), torch.randint(MOST, (7,)))
+    assert found.report.ops == {op: 1}
+
+
 # The order of preference ---------------------------------------------------------------------------------------------
 
 
@@ -519,3 +546,76 @@ def test_an_old_package_has_the_op_that_looks_up_and_not_the_other() -> None:
     old = Target("ascend910b", "npu", {"sgl_kernel_npu": "2026.3.1.post1"})
     found = check(VLlm(Lookup()), hidden(torch.bfloat16, 7), torch.randint(MOST, (7,)), target=old)
     assert found.report.ops == {LOOKED_UP: 1}
+
+
+# Projections spelled otherwise ----------------------------------------------------------------------------------------
+
+
+class Spelled(nn.Module):
+    """q, k and v of one weight or three, as `projected` writes them; rotated, no norm."""
+
+    def __init__(self, projected: Callable[..., tuple[Tensor, ...]], *widths: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(width, WIDTH) / 8 for width in widths)
+        self.projected = projected
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        q, k, v = self.projected(x, *self.weights)
+        table = angles(torch.arange(x.shape[-2]), D).to(x.dtype)
+        cos, sin = table.cos()[:, None], table.sin()[:, None]
+        return [halves(q, cos, sin), halves(k, cos, sin), v]
+
+
+def by_heads(*parts: Tensor) -> tuple[Tensor, ...]:
+    return tuple(part.unflatten(-1, (-1, D)) for part in parts[:2]) + parts[2:]
+
+
+def tower(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """As towers of vision models have it: [3, heads, dim]."""
+    q, k, v = functional.linear(x, weight).reshape(*x.shape[:-1], 3, HEADS, D).permute(2, 0, 1, 3, 4).unbind(0)
+    return q, k, v
+
+
+def falcon(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return by_heads(*(x @ weight.T).split([HEADS * D, KV_HEADS * D, KV_HEADS * D], -1))
+
+
+def three_products(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return by_heads(x @ q.T, torch.matmul(x, k.t()), x @ v.transpose(0, 1))
+
+
+GROUPED = (HEADS * D, KV_HEADS * D, KV_HEADS * D)
+PROJECTIONS: dict[str, Spelled] = {
+    "tower": Spelled(tower, 3 * HEADS * D),
+    "x @ w.T": Spelled(falcon, sum(GROUPED)),
+    "x @ w.T, three times": Spelled(three_products, *GROUPED),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_projections_spelled_otherwise(name: str, dynamic: bool | None) -> None:
+    found = check(PROJECTIONS[name], hidden(), dynamic=dynamic)
+    assert found.report.ops == {PLAIN: 1}
+    assert sum("linear" in target or "mm" in target for target in found.targets()) == 1
+
+
+def neox(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return functional.linear(x, weight).unflatten(-1, (HEADS, 3 * D)).chunk(3, -1)
+
+
+def internlm2(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    groups = functional.linear(x, weight).unflatten(-1, (KV_HEADS, HEADS // KV_HEADS + 2, D))
+    return groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
+
+
+@pytest.mark.parametrize(
+    ("model", "starts"),
+    [(Spelled(neox, 3 * HEADS * D), "0, 48, 96, 144"), (Spelled(internlm2, sum(GROUPED)), "0, 16, 64, 80")],
+    ids=["gpt_neox", "internlm2"],
+)
+def test_heads_with_others_between_are_counted_and_refused(model: Spelled, starts: str) -> None:
+    found = check(model, hidden())
+    assert not any("split_qkv" in op for op in found.report.ops)
+    assert found.report.count("qkv", style="fused") == 1
+    assert f"heads of q start at columns {starts}, …, with others between" in qkv_site(found).reason
