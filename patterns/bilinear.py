@@ -270,7 +270,7 @@ def _picks_along_leading_axes(f: Formula) -> bool:
     for node in f.nodes:
         if node.target in _PERMUTATIONS:
             return True
-        if node.target in _PICKS:
+        if node.target in _PICKS and not _takes_all(node):
             shape = values.shape(source(node))
             axes = _picked_axes(node)
             if not axes or any(axis % len(shape) < len(leading) for axis in axes):
@@ -278,6 +278,15 @@ def _picks_along_leading_axes(f: Formula) -> bool:
             if not values.same_shape(leading, shape[: len(leading)]):
                 return True
     return False
+
+
+def _takes_all(node: fx.Node) -> bool:
+    """Whether a slice is of a whole axis, however long."""
+    _, _, start, end, step = (*node.args, *(None,) * (5 - len(node.args)))[:5]
+    return node.target is aten.slice.Tensor and start in (None, 0) and end in (None, _END) and step in (None, 1)
+
+
+_END = (1 << 63) - 1  # how torch writes the end of an open slice
 
 
 def _picked_axes(node: fx.Node) -> list[int]:

@@ -27,12 +27,14 @@ class Canonicaliser:
     Attributes:
         terms: the term of each node: equal for values that are equal but for rounding and for axes of one in front.
         numbers: the number of each node: equal only for nodes that compute the same value by the same ops, bit for bit.
+        cuts: by number, what `tables` has found out of a value; it is costly, and all layers ask for the same.
     """
 
     def __init__(self, pool: TermPool) -> None:
         self.pool = pool
         self.terms: dict[fx.Node, Term] = {}
         self.numbers: dict[fx.Node, int] = {}
+        self.cuts: dict[int, object] = {}
         self._known: dict[Hashable, int] = {}
 
     def visit(self, node: fx.Node) -> Term:

@@ -37,6 +37,15 @@ class Cut:
 
 def cut(table: fx.Node, c: Canonicaliser) -> Cut | None:
     """Follows a table down to the furthest tensor with its leading axes of which it has the columns."""
+    number = c.numbers[table]
+    if number not in c.cuts:  # all layers use the same tables
+        c.cuts[number] = _cut(table, c)
+    found = c.cuts[number]
+    assert found is None or isinstance(found, Cut)
+    return found
+
+
+def _cut(table: fx.Node, c: Canonicaliser) -> Cut | None:
     leading = values.shape(table)[:-1]
     node, path, found = table, [], None
     while (below := _moved_from(node, c)) is not None:

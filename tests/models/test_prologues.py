@@ -69,8 +69,7 @@ MODELS: dict[str, Expected] = {
 }
 
 
-# CodeGen slices whole axes on its way to the rotation, which dynamic=True keeps, and such rotations are not read yet.
-CASES = [(name, dynamic) for name in MODELS for dynamic in (None, True) if (name, dynamic) != ("codegen", True)]
+CASES = [(name, dynamic) for name in MODELS for dynamic in (None, True)]
 
 
 @pytest.mark.parametrize(("name", "dynamic"), CASES)
