@@ -92,7 +92,90 @@ class Note:
     phases: tuple[str, ...] = ()
 
 
-NOTES: tuple[Note, ...] = ()
+# Lines of transformers 5.24 and diffusers 0.42.
+NOTES: tuple[Note, ...] = (
+    Note(
+        ("gemma4_text",),
+        ("add_rms_norm",),
+        "between the last add of a layer and the next norm stands a product: hidden_states *= self.layer_scalar"
+        " (modeling_gemma4.py:1417); so two of the four are no norm of a sum",
+        is_right=True,
+    ),
+    Note(
+        ("wav2vec2-conformer",),
+        ("rope",),
+        "a method of each of the two layers rotates what q and k are projected from: (hidden_states * cos) +"
+        " (rotated_states * sin) (modeling_wav2vec2_conformer.py:593)",
+        is_right=True,
+    ),
+    Note(
+        ("falcon_mamba",),
+        ("rms_norm:no_weight",),
+        "the norms of B, C and dt return self._norm(x.float()).type_as(x); the weight that their class holds is said to"
+        " be a dummy (modeling_falcon_mamba.py:51-58)",
+        is_right=True,
+    ),
+    Note(
+        ("qwen2_5_vl_vision",),
+        ("qkv:fused",),
+        "there are two layers with one projection each; attention is called once a window"
+        " (modeling_qwen2_5_vl.py:318), which was counted",
+        is_right=True,
+    ),
+    Note(
+        ("longcat_flash",),
+        ("add_rms_norm", "glu", "glu:silu"),
+        "graph breaks: experts are chosen by nonzero() and .item() (modeling_longcat_flash.py:187-189), so Dynamo runs"
+        " them eagerly and in no graph, and of two pairs the add is in one graph and the norm in the next",
+    ),
+    Note(
+        ("qwen2_5_vl_vision",),
+        ("add_rms_norm",),
+        "graph breaks: lengths.tolist() (modeling_qwen2_5_vl.py:318) splits each layer, so that the add at its end is"
+        " in one graph and the next norm in another",
+    ),
+    Note(
+        ("muse_spark_text",),
+        ("rms_norm:no_weight",),
+        "the gates of the residual multiply what was normed without a weight by a vector (modeling_muse_spark.py:425),"
+        " which makes one norm with a weight of it: three of nine; two others scale x before it is normed (line 138)"
+        " and have no weight",
+    ),
+    Note(
+        ("clip_vision_model", "qwen2_vl_vision"),
+        ("glu", "glu:sigmoid"),
+        "input * sigmoid(1.702 * input) (activations.py:123) is an activation; it gates nothing but itself",
+    ),
+    Note(
+        ("gpt_oss",),
+        ("glu", "glu:sigmoid"),
+        "(up + 1) * gate * sigmoid(gate * alpha) of clamped halves (modeling_gpt_oss.py:84-87) is a kind of its own,"
+        " clipped_swiglu",
+    ),
+    Note(
+        ("diffusers_cosmos", "diffusers_sd3"),
+        ("rms_norm", "norm_rope_chain", "norm_rope_chain:per_head"),
+        "where torch_npu is installed, diffusers calls torch_npu.npu_rms_norm itself (normalization.py:544-550)",
+    ),
+    Note(
+        ("cohere2", "exaone4"),
+        ("qkv:separate",),
+        "the kind is a projection whose q and k are rotated; this model's global layers don't rotate them",
+    ),
+    Note(
+        (
+            *("bart", "bert", "clip_vision_model", "dinov2", "electra", "gpt2", "siglip_vision_model", "t5", "vit"),
+            *("xlm-roberta", "diffusers_pixart", "diffusers_sd3"),
+        ),
+        ("qkv:separate", "qkv:fused"),
+        "the kind is a projection whose q and k are rotated; this model rotates nothing",
+    ),
+    Note(
+        ("dinov3_vit", "sapiens2"),
+        ("qkv:separate",),
+        "only the tokens of patches are rotated, and put together again with the others (apply_rotary_pos_emb)",
+    ),
+)
 
 
 def note_on(model: str, phase: str, kind: str) -> Note | None:

@@ -43,3 +43,9 @@ def test_what_is_unknown_or_was_not_measured_is_not_counted() -> None:
 def test_float32_is_measured_where_there_are_numbers() -> None:
     assert phases_of("gemma", "cpu") == ["prefill", "prefill_fp32", "decode"]
     assert phases_of("gemma", "npu") == ["prefill", "decode"]
+
+
+def test_what_reads_numbers_between_its_graphs_is_not_run_on_fake_tensors() -> None:
+    assert phases_of("opt", "cpu") == ["prefill", "prefill_fp32", "decode"]
+    assert phases_of("opt", "npu") == ["prefill"]
+    assert phases_of("longcat_flash", "npu") == []
