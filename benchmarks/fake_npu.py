@@ -42,19 +42,19 @@ def on_fake_npu(module: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str,
         module._apply(fake)
         for part in module.modules():  # tensors that are neither parameters nor buffers
             vars(part).update({name: fake(value) for name, value in vars(part).items() if torch.is_tensor(value)})
-        yield _moved(inputs, fake)
+        yield _moved(inputs, fake, torch.device("npu:0"))
 
 
-def _moved(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same with its tensors moved; objects are changed in place."""
+def _moved(value: Any, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Any:
+    """The same with its tensors moved, and devices that it notes; objects are changed in place."""
     if isinstance(value, torch.Tensor):
         return move(value)
-    if isinstance(value, torch.device):  # a cache notes its own
-        return torch.device("npu:0")
+    if isinstance(value, torch.device):
+        return device
     if isinstance(value, dict):
-        return {key: _moved(item, move) for key, item in value.items()}
+        return {key: _moved(item, move, device) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_moved(item, move) for item in value)
+        return type(value)(_moved(item, move, device) for item in value)
     if hasattr(value, "__dict__") and not isinstance(value, type):
-        vars(value).update({name: _moved(item, move) for name, item in vars(value).items()})
+        vars(value).update({name: _moved(item, move, device) for name, item in vars(value).items()})
     return value
