@@ -1,8 +1,9 @@
-"""What a model is called with moves to another device, wherever tensors are in it. The device itself needs torch_npu."""
+"""What a model is called with moves to another device, wherever its tensors are. The device itself needs torch_npu."""
 
 from types import SimpleNamespace
 
 import torch
+
 from fake_npu import _moved
 
 
