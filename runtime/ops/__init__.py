@@ -5,7 +5,9 @@ from types import MappingProxyType
 
 from .clipped_swiglu import NPU_CLIPPED_SWIGLU
 from .contract import OpContract
+from .fused_infer_attention_score import NPU_FUSED_INFER_ATTENTION_SCORE, NPU_FUSED_INFER_ATTENTION_SCORE_V2
 from .fused_rope_qk import FUSED_ROPE_QK_MQA
+from .fusion_attention import NPU_FUSION_ATTENTION_V3
 from .gelu import NPU_FAST_GELU, NPU_GEGLU
 from .group_norm_silu import NPU_GROUP_NORM_SILU
 from .interleave_rope import NPU_INTERLEAVE_ROPE
@@ -17,9 +19,11 @@ from .norm_quant import (
     NPU_ADD_RMS_NORM_QUANT,
     NPU_RMS_NORM_QUANT,
 )
+from .prompt_flash_attention import NPU_PROMPT_FLASH_ATTENTION
 from .quantize import NPU_DYNAMIC_QUANT, NPU_QUANTIZE
 from .rms_norm import NPU_ADD_RMS_NORM, NPU_GEMMA_RMS_NORM, NPU_RMS_NORM
 from .rotary import NPU_ROTARY_MUL
+from .scatter_pa_kv_cache import NPU_SCATTER_PA_KV_CACHE
 from .split_qkv import SPLIT_QKV_RMSNORM_ROPE
 from .split_qkv_mrope import TRITON_SPLIT_QKV_RMSNORM_MROPE
 from .split_qkv_pos_cache import SPLIT_QKV_RMSNORM_ROPE_POS_CACHE_HALF
@@ -57,6 +61,11 @@ _ALL = (
     NPU_TRANSPOSE_BATCHMATMUL,
     NPU_MOE_GATING_TOP_K_SOFTMAX,
     NPU_MOE_GATING_TOP_K,
+    NPU_FUSED_INFER_ATTENTION_SCORE,
+    NPU_FUSED_INFER_ATTENTION_SCORE_V2,
+    NPU_PROMPT_FLASH_ATTENTION,
+    NPU_FUSION_ATTENTION_V3,
+    NPU_SCATTER_PA_KV_CACHE,
 )
 
 CONTRACTS: Mapping[str, OpContract] = MappingProxyType({contract.name: contract for contract in _ALL})

@@ -10,7 +10,8 @@ from ..target import Soc, Target
 
 __all__ = ["Kernel", "OpContract", "Refuse"]
 
-Kernel = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+# One that only mutates its arguments returns nothing.
+Kernel = Callable[..., torch.Tensor | tuple[torch.Tensor, ...] | None]
 Refuse = Callable[..., str | None]
 
 

@@ -73,8 +73,32 @@ CALLS: Mapping[str, Sequence[Call]] = {
 }
 
 # Calls whose tensors differ in dtype: shape and dtype of each, by the schema's names. All are legal calls.
-HALF, BRAIN, FLOAT, CHAR, INT = torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int32
+HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
+CHAR, INT, LONG, BOOL = torch.int8, torch.int32, torch.int64, torch.bool
 MixedCall = tuple[Mapping[str, tuple[Sequence[int], torch.dtype]], Mapping[str, object]]
+
+# Attention in each layout that isn't packed: heads of key, tensors, the first version's other arguments.
+INFER_ATTENTION = [
+    (
+        layout,
+        heads,
+        {
+            name: (
+                {
+                    "BSH": [2, tokens, num_heads * 64],
+                    "BSND": [2, tokens, num_heads, 64],
+                    "BNSD": [2, num_heads, tokens, 64],
+                }[layout.partition("_")[0]],
+                HALF,
+            )
+            for name, tokens, num_heads in (("query", 5, 8), ("key", 7, heads or 8), ("value", 7, heads or 8))
+        },
+        {"softmax_lse_flag": heads > 0},
+    )
+    for layout in ("BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD")
+    for heads in (0, 2)
+]
+CACHE = {"key": ([9, 128, 128], HALF), "value": ([9, 128, 128], HALF)}
 MIXED_CALLS: Mapping[str, Sequence[MixedCall]] = {
     "npu::npu_mrope": [
         (
@@ -177,6 +201,136 @@ MIXED_CALLS: Mapping[str, Sequence[MixedCall]] = {
         ({"input": ([3, 16], HALF)}, {}),
         ({"input": ([2, 3, 16], BRAIN), "smooth_scales": ([16], BRAIN)}, {"dst_type": 1}),
     ],
+    "npu::npu_fused_infer_attention_score": [
+        (attention, {"num_heads": 8, "num_key_value_heads": heads, "input_layout": layout, **rest})
+        for layout, heads, attention, rest in INFER_ATTENTION
+    ]
+    + [
+        (
+            {"query": ([3, 5, 512], HALF), **CACHE, "block_table": ([3, 4], INT)},
+            {
+                "num_heads": 8,
+                "num_key_value_heads": 2,
+                "block_size": 128,
+                "actual_seq_lengths_kv": [9, 400, 7],
+                "softmax_lse_flag": True,
+            },
+        ),
+        (
+            {"query": ([11, 8, 128], BRAIN), "key": ([14, 2, 128], BRAIN), "value": ([14, 2, 128], BRAIN)},
+            {
+                "num_heads": 8,
+                "num_key_value_heads": 2,
+                "input_layout": "TND",
+                "actual_seq_lengths": [4, 11],
+                "actual_seq_lengths_kv": [7, 14],
+                "softmax_lse_flag": True,
+            },
+        ),
+    ],
+    "npu::npu_fused_infer_attention_score_v2": [
+        (attention, {"num_query_heads": 8, "num_key_value_heads": heads, "input_layout": layout})
+        for layout, heads, attention, _ in INFER_ATTENTION
+    ]
+    + [
+        (
+            {
+                "query": ([11, 8, 192], BRAIN),
+                "key": ([14, 2, 192], BRAIN),
+                "value": ([14, 2, 128], BRAIN),
+                "atten_mask": ([2048, 2048], BOOL),
+                "learnable_sink": ([8], BRAIN),
+            },
+            {
+                "num_query_heads": 8,
+                "num_key_value_heads": 2,
+                "input_layout": "TND",
+                "sparse_mode": 3,
+                "actual_seq_qlen": [4, 11],
+                "actual_seq_kvlen": [7, 14],
+            },
+        )
+    ]
+    + [
+        (
+            {"query": ([8, 11, 128], HALF), "key": ([2, 14, 128], HALF), "value": ([2, 14, 128], HALF)},
+            {
+                "num_query_heads": 8,
+                "num_key_value_heads": 2,
+                "input_layout": layout,
+                "actual_seq_qlen": [4, 11],
+                "actual_seq_kvlen": [7, 14],
+                "return_softmax_lse": True,
+            },
+        )
+        for layout in ("NTD", "NTD_TND")
+    ],
+    "npu::npu_prompt_flash_attention": [
+        (attention, {"num_heads": 8, "num_key_value_heads": heads, "input_layout": layout})
+        for layout, heads, attention, _ in INFER_ATTENTION
+        if layout in ("BSH", "BSND", "BNSD", "BNSD_BSND")
+    ],
+    # What torch_npu makes of scaled_dot_product_attention, and other layouts.
+    "npu::npu_fusion_attention_v3": [
+        (
+            {"query": ([2, 8, 5, 64], BRAIN), "key": ([2, 2, 7, 64], BRAIN), "value": ([2, 2, 7, 32], BRAIN)},
+            {"head_num": 8, "input_layout": "BNSD", "scale": 0.125},
+        ),
+        (
+            {
+                "query": ([2, 5, 512], HALF),
+                "key": ([2, 7, 128], HALF),
+                "value": ([2, 7, 128], HALF),
+                "atten_mask": ([2048, 2048], BOOL),
+            },
+            {"head_num": 8, "input_layout": "BSH", "next_tockens": 0, "sparse_mode": 2},
+        ),
+        (
+            {"query": ([5, 2, 512], FLOAT), "key": ([7, 2, 512], FLOAT), "value": ([7, 2, 256], FLOAT)},
+            {"head_num": 8, "input_layout": "SBH"},
+        ),
+        (
+            {
+                "query": ([2, 5, 8, 64], BRAIN),
+                "key": ([2, 7, 8, 64], BRAIN),
+                "value": ([2, 7, 8, 64], BRAIN),
+                "atten_mask": ([2, 1, 5, 7], BOOL),
+            },
+            {"head_num": 8, "input_layout": "BSND", "inner_precise": 2},
+        ),
+        (
+            {
+                "query": ([11, 8, 64], BRAIN),
+                "key": ([14, 2, 64], BRAIN),
+                "value": ([14, 2, 64], BRAIN),
+                "actual_seq_qlen": ([2], LONG),
+                "actual_seq_kvlen": ([2], LONG),
+            },
+            {"head_num": 8, "input_layout": "TND", "softmax_layout": "TND"},
+        ),
+    ],
+    "npu::npu_scatter_pa_kv_cache": [
+        (
+            {
+                "key": ([5, 2, 64], HALF),
+                "value": ([5, 2, 32], HALF),
+                "key_cache": ([4, 8, 16, 16], HALF),
+                "value_cache": ([4, 4, 16, 16], HALF),
+                "slot_mapping": ([5], INT),
+            },
+            {},
+        ),
+        (
+            {
+                "key": ([5, 2, 64], BRAIN),
+                "value": ([5, 2, 32], BRAIN),
+                "key_cache": ([4, 16, 2, 64], BRAIN),
+                "value_cache": ([4, 16, 2, 32], BRAIN),
+                "slot_mapping": ([5], LONG),
+            },
+            {"cache_mode": "Norm"},
+        ),
+    ],
 }
 
 
@@ -224,6 +378,25 @@ def test_so_it_does_where_tensors_differ_in_dtype(
     assert described(ours) == described(theirs)
 
 
+@pytest.mark.parametrize(
+    ("layout", "query", "key"),
+    [
+        ("BSH_BNSD", [2, 5, 512], [2, 7, 128]),
+        ("BSND_BNSD", [2, 5, 8, 64], [2, 7, 2, 64]),
+        ("TND_NTD", [11, 8, 128], [14, 2, 128]),
+        ("NSD", [8, 5, 64], [2, 7, 64]),
+    ],
+)
+def test_so_it_does_in_layouts_that_are_refused(layout: str, query: Sequence[int], key: Sequence[int]) -> None:
+    contract = NPU_CONTRACTS["npu::npu_fused_infer_attention_score"]
+    lengths = {"actual_seq_lengths": [4, 11], "actual_seq_lengths_kv": [7, 14]} if "T" in layout else {}
+    with FakeTensorMode():
+        tensors = [torch.empty(shape, dtype=HALF, device="npu") for shape in (query, key, key)]
+        rest = {"num_heads": 8, "num_key_value_heads": 2, "input_layout": layout, "softmax_lse_flag": True, **lengths}
+        assert contract.refusal(Target(), *tensors, **rest) is not None
+        assert described(contract.fake(*tensors, **rest)) == described(contract.op(*tensors, **rest))
+
+
 def test_their_meta_kernel_gives_the_statistics_of_a_group_norm_the_type_of_its_weight() -> None:
     """The kernel gives them the type of its input, says its documentation; nothing that fuses reads them."""
     contract = NPU_CONTRACTS["npu::npu_group_norm_silu"]
@@ -239,7 +412,7 @@ def test_their_meta_kernel_gives_the_statistics_of_a_group_norm_the_type_of_its_
     assert [(shape, device) for shape, _, device in ours] == [(shape, device) for shape, _, device in theirs]
 
 
-def described(result: torch.Tensor | tuple[torch.Tensor, ...]) -> list[tuple[torch.Size, torch.dtype, str]]:
+def described(result: torch.Tensor | tuple[torch.Tensor, ...] | None) -> list[tuple[torch.Size, torch.dtype, str]]:
     """What must agree of a result, as values that are safe to print."""
-    results = (result,) if isinstance(result, torch.Tensor) else result
+    results = (result,) if isinstance(result, torch.Tensor) else result or ()
     return [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in results]
