@@ -1,0 +1,223 @@
+"""Attention masks as functions of (batch, head, query, key): what kind of mask one is, proven for every size.
+
+A mask's entry is worked out as a formula (`entries`). A kind is given only where the formula is proven to be equivalent
+to the kind's own, for all indices, sizes and integers read at run time (`band`, `visibility`). A mask of a fixed shape
+that is computed from nothing is looked at as it is (`constant_mask`). Anything else is "bias" or "other": nothing is
+assumed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Literal
+
+import torch
+from torch import fx
+
+from ..runtime.sizes import Size, known_equal, static_int
+from . import creation, elementwise, indexing, joining, values
+from .band import Axes, Band
+from .cone import walk
+from .constant_mask import band_of, constant
+from .entries import Entries
+from .facts import Facts
+from .formula import Formula, at_least_zero, disjunction, substituted
+from .integers import Linear, of_size
+from .visibility import Visibility, depends_on_batch_or_head, visibility
+
+_RULES = {**creation.RULES, **elementwise.RULES, **indexing.RULES, **joining.RULES}
+
+Kind = Literal[
+    "none",
+    "causal_flag",
+    "all_true",
+    "causal",
+    "causal_offset",
+    "causal_static_cache",
+    "decode_prefix",
+    "sliding_causal",
+    "sliding_bidirectional",
+    "chunked",
+    "packed",
+    "key_padding",
+    "per_batch_or_head",
+    "bias",
+    "other",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What is known of one mask.
+
+    Args:
+        kind: its class.
+
+            - "none": there is no mask; "causal_flag": causal, top-left, by the flag of the op.
+            - "all_true": every query sees every key.
+            - "causal": `key <= query`, as many keys as queries.
+            - "causal_static_cache": `key <= query`, other numbers of keys and queries.
+            - "causal_offset": `key <= query + offset`, the offset not zero or not known.
+            - "decode_prefix": one query, that sees the first keys.
+            - "sliding_causal", "sliding_bidirectional": a band with two bounds, up to the query's own place or beyond.
+            - "chunked": query and key are in one chunk of positions.
+            - "packed", "key_padding": segments or padding that all of the batch share.
+            - "per_batch_or_head": it differs by batch or head; padding and segments of each are such masks.
+            - "bias": a float mask that adds other numbers than zero and those that hide a key.
+            - "other": none of these.
+        visibility: which keys a query sees, exactly; None where that is not known.
+        reason: why it is not known.
+        lowest: whether a float mask hides keys by the lowest number of its type and not only by -inf: then a query that
+            sees no key attends to all alike, and gets no NaN.
+    """
+
+    kind: Kind
+    visibility: Visibility | None = None
+    reason: str = ""
+    lowest: bool = False
+
+
+NO_MASK = Mask("none", Visibility(every_query_sees_a_key=True))
+CAUSAL_FLAG = Mask("causal_flag", Visibility(Band(None, Linear(0)), every_query_sees_a_key=True))
+
+
+class Masks:
+    """The masks of one graph, each analysed once however many layers share it."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[fx.Node, Linear, Linear], Mask] = {}
+
+    def of(self, mask: fx.Node, q_len: Size, kv_len: Size) -> Mask:
+        """What kind of mask a node is, for so many queries and keys."""
+        key = (mask, of_size(q_len), of_size(kv_len))
+        if key not in self._known:
+            self._known[key] = classify(mask, q_len, kv_len)
+        return self._known[key]
+
+
+def classify(mask: fx.Node, q_len: Size, kv_len: Size) -> Mask:
+    """Works out what kind of mask a tensor is. No guard is installed, and the graph is not touched.
+
+    Args:
+        mask: bool (True: seen) or float (added to the scores), broadcasts to [batch, heads, q_len, kv_len].
+        q_len: number of queries.
+        kv_len: number of keys.
+    """
+    shape = values.shape(mask)
+    if len(shape) > 4:
+        return Mask("other", reason=f"a mask has at most 4 axes, this one has {len(shape)}")
+    for size, length in zip(reversed(shape), (kv_len, q_len), strict=False):
+        if static_int(size) != 1 and not known_equal(size, length):
+            return Mask("other", reason=f"an axis of the mask has size {size}, and there are {length} tokens along it")
+    if _is_written(mask):
+        return Mask("other", reason="what it is computed from is written to in the graph")
+    batch, head = map(of_size, ((1,) * 4 + shape)[-4:-2])
+    entries = Entries(_RULES, Facts())
+    axes = Axes.of((batch, head, of_size(q_len), of_size(kv_len)), entries.facts)
+    found = _by_formula(mask, axes, entries)
+    return found if found.visibility is not None else _by_value(mask, axes, entries.facts) or found
+
+
+def _is_written(mask: fx.Node) -> bool:
+    """Whether a tensor that the mask is computed from is written to before the mask is: then it has two values."""
+    written = {
+        storage
+        for node in takewhile(lambda node: node is not mask, mask.graph.nodes)
+        if getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        for storage in map(_storage, node.all_input_nodes)
+    } - {None}
+    cone = walk(mask, lambda node: False, limit=len(mask.graph.nodes)) if written else None
+    return cone is not None and any(_storage(node) in written for node in (*cone.nodes, *cone.inputs))
+
+
+def _storage(node: fx.Node) -> int | None:
+    """What identifies the storage of a node's fake tensor."""
+    tensor = values.tensor(node)
+    return None if tensor is None else tensor.untyped_storage()._cdata
+
+
+def _by_formula(mask: fx.Node, axes: Axes, entries: Entries) -> Mask:
+    index = (axes.batch, axes.head, axes.query, axes.key)[4 - len(values.shape(mask)) :]
+    if values.dtype(mask) is torch.bool:
+        return _of_formula(entries.truth(mask, index), axes, entries, lowest=False)
+    seen: Formula = False
+    lowest = False
+    for case, number in entries.cases(mask, index):
+        if number == 0:
+            seen = disjunction(seen, case)
+        elif number == torch.finfo(values.dtype(mask)).min:
+            lowest = True
+        elif number != -math.inf:
+            return _BIAS
+    return _of_formula(seen, axes, entries, lowest)
+
+
+_BIAS = Mask("bias", reason="it adds other numbers than 0 and those that hide a key")
+
+
+def _of_formula(visible: Formula, axes: Axes, entries: Entries, lowest: bool) -> Mask:
+    for axis in (axes.batch, axes.head):
+        first = substituted(visible, {atom: Linear(0) for atom, _ in axis.terms})
+        if entries.facts.equivalent(visible, first):
+            visible = first  # the same for all of them
+    found = visibility(visible, axes, entries)
+    varies = depends_on_batch_or_head(visible)
+    if isinstance(found, str):
+        return Mask("per_batch_or_head" if varies else "other", None, found, lowest)
+    if varies:
+        return Mask("per_batch_or_head", found, "", lowest)
+    return _named(found, axes, entries.facts, lowest)
+
+
+def _named(found: Visibility, axes: Axes, facts: Facts, lowest: bool) -> Mask:
+    """The mask, all of whose batch and heads see the same."""
+    if found.padding is not None:
+        return Mask("key_padding", found, "", lowest)
+    if found.segments is not None:
+        return Mask("packed", found, "", lowest)
+    if found.chunk is not None:
+        return Mask("chunked", found, "", lowest)
+    kind = _band_kind(found.band, axes, facts)
+    reason = f"a query sees the keys with {found.band}" if kind == "other" else ""
+    return Mask(kind, found, reason, lowest)
+
+
+def _band_kind(band: Band, axes: Axes, facts: Facts) -> Kind:
+    lower, upper = band.lower, band.upper
+    if upper is None:
+        return "all_true" if lower is None else "other"
+    if axes.q_len.number == 1:
+        return "decode_prefix" if lower is None else "sliding_causal"
+    if facts.proves(at_least_zero(-upper - 1)):
+        return "other"  # the first queries see no key
+    surplus = axes.kv_len - axes.q_len
+    if lower is None and upper.number == 0:
+        return "causal" if surplus.number == 0 else "causal_static_cache"
+    if lower is None:
+        return "causal_offset"
+    up_to_itself = upper.number in (0, None) or upper == surplus
+    return "sliding_causal" if up_to_itself else "sliding_bidirectional"
+
+
+def _by_value(mask: fx.Node, axes: Axes, facts: Facts) -> Mask | None:
+    """The mask as its value shows it, where that is known and is a band."""
+    q_len, kv_len = axes.q_len.number, axes.kv_len.number
+    value = constant(mask) if q_len is not None and kv_len is not None else None
+    if value is None or q_len is None or kv_len is None:
+        return None
+    lowest = False
+    if value.dtype is not torch.bool:
+        least = torch.finfo(value.dtype).min
+        lowest = bool((value == least).any())
+        if not ((value == 0) | (value == least) | (value == -math.inf)).all():
+            return _BIAS
+        value = value == 0
+    tables = value.expand(*value.shape[:-2], q_len, kv_len).reshape(-1, q_len, kv_len)
+    if not (tables == tables[0]).all():
+        return Mask("per_batch_or_head", None, "it is a constant that differs by batch or head", lowest)
+    band = band_of(tables[0])
+    if band is None:
+        return None
+    return _named(Visibility(band, every_query_sees_a_key=bool(tables[0].any(-1).all())), axes, facts, lowest)
