@@ -11,7 +11,7 @@ factor is divided out of a product. `find` gives the captured values by name.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .term import Call, Product, Term, TermPool
@@ -164,7 +164,9 @@ class _Power(Pattern):
 
 
 @dataclass(frozen=True)
-class _Product(Pattern):
+class _Joined(Pattern):
+    """A sum or a product: the parts take theirs one by one, and leave nothing."""
+
     parts: tuple[Pattern, ...]
 
     def solutions(self, term: Term, pool: TermPool, bound: Bound) -> Iterator[Bound]:
@@ -172,7 +174,7 @@ class _Product(Pattern):
 
     def _matched(self, parts: tuple[Pattern, ...], term: Term, pool: TermPool, bound: Bound) -> Iterator[Bound]:
         if not parts:
-            if term is pool.number(1):
+            if term is self._nothing(pool):
                 yield bound
             return
         part, others = _most_certain(parts, bound)
@@ -180,59 +182,63 @@ class _Product(Pattern):
             yield from self._matched((part.part, *others), term, pool, bound)
             yield from self._matched(others, term, pool, bound)
             return
-        for taken, solution in self._takes(part, bool(others), term, pool, bound):
-            rest = pool.divide(term, taken)
-            if rest is not None:
-                yield from self._matched(others, rest, pool, solution)
+        for candidate in self._candidates(part, bool(others), term, pool, bound):
+            for solution in part.solutions(candidate, pool, bound):
+                rest = self._rest(term, candidate, pool)
+                if rest is not None:
+                    yield from self._matched(others, rest, pool, solution)
 
-    @staticmethod
-    def _takes(
-        part: Pattern, has_others: bool, term: Term, pool: TermPool, bound: Bound
-    ) -> Iterator[tuple[Term, Bound]]:
-        """What a part may take of a product."""
+    def _candidates(
+        self, part: Pattern, has_others: bool, term: Term, pool: TermPool, bound: Bound
+    ) -> Iterable[Term]:
+        """What a part may take: what it is bound to, the number, one of several, or all that is there."""
         known = bound.get(part.name) if isinstance(part, Capture) else None
         if isinstance(known, Term):
-            yield known, bound
-            return
-        factors, coefficient = pool.factors(term)
+            return (known,)
         if isinstance(part, Number):
-            candidates = [pool.number(coefficient)]
-        elif has_others and not isinstance(part, Rest):
-            candidates = [pool.power(factor, exponent) for factor, exponent in factors.items()]
-        else:
-            candidates = [term]
-        for candidate in candidates:
-            for solution in part.solutions(candidate, pool, bound):
-                yield candidate, solution
+            return (self._number(term, pool),)
+        return self._each(term, pool) if has_others and not isinstance(part, Rest) else (term,)
+
+    def _nothing(self, pool: TermPool) -> Term:
+        raise NotImplementedError
+
+    def _rest(self, term: Term, taken: Term, pool: TermPool) -> Term | None:
+        raise NotImplementedError
+
+    def _number(self, term: Term, pool: TermPool) -> Term:
+        raise NotImplementedError
+
+    def _each(self, term: Term, pool: TermPool) -> Iterable[Term]:
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class _Sum(Pattern):
-    parts: tuple[Pattern, ...]
+class _Product(_Joined):
+    def _nothing(self, pool: TermPool) -> Term:
+        return pool.number(1)
 
-    def solutions(self, term: Term, pool: TermPool, bound: Bound) -> Iterator[Bound]:
-        yield from self._matched(self.parts, term, pool, bound)
+    def _rest(self, term: Term, taken: Term, pool: TermPool) -> Term | None:
+        return pool.divide(term, taken)
 
-    def _matched(self, parts: tuple[Pattern, ...], term: Term, pool: TermPool, bound: Bound) -> Iterator[Bound]:
-        if not parts:
-            if term is pool.number(0):
-                yield bound
-            return
-        part, others = _most_certain(parts, bound)
-        if isinstance(part, Optional):
-            yield from self._matched((part.part, *others), term, pool, bound)
-            yield from self._matched(others, term, pool, bound)
-            return
-        addends, constant = pool.addends(term)
-        if isinstance(part, Number):
-            candidates = [pool.number(constant)]
-        elif others and not isinstance(part, Rest):
-            candidates = [pool.mul(addend, pool.number(coefficient)) for addend, coefficient in addends.items()]
-        else:
-            candidates = [term]
-        for candidate in candidates:
-            for solution in part.solutions(candidate, pool, bound):
-                yield from self._matched(others, pool.without(term, candidate), pool, solution)
+    def _number(self, term: Term, pool: TermPool) -> Term:
+        return pool.number(pool.factors(term)[1])
+
+    def _each(self, term: Term, pool: TermPool) -> Iterable[Term]:
+        return [pool.power(factor, exponent) for factor, exponent in pool.factors(term)[0].items()]
+
+
+class _Sum(_Joined):
+    def _nothing(self, pool: TermPool) -> Term:
+        return pool.number(0)
+
+    def _rest(self, term: Term, taken: Term, pool: TermPool) -> Term | None:
+        return pool.without(term, taken)
+
+    def _number(self, term: Term, pool: TermPool) -> Term:
+        return pool.number(pool.addends(term)[1])
+
+    def _each(self, term: Term, pool: TermPool) -> Iterable[Term]:
+        addends, _ = pool.addends(term)
+        return [pool.mul(addend, pool.number(coefficient)) for addend, coefficient in addends.items()]
 
 
 def _most_certain(parts: tuple[Pattern, ...], bound: Bound) -> tuple[Pattern, tuple[Pattern, ...]]:
