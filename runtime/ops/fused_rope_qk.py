@@ -111,7 +111,7 @@ def fused_rope_qk_mqa_fake(
 _FUNCTION = SglFunction(
     module="sgl_kernel_npu.norm.fused_rope_qk_mqa",
     name="fused_rope_qk_mqa",
-    parameters=("query", "key", "cos_sin", "rotary_dim", "is_neox_style"),
+    like=fused_rope_qk_mqa_reference,
     since=_SINCE,
 )
 

@@ -26,14 +26,19 @@ class SglFunction:
     Args:
         module: where it lives, "sgl_kernel_npu.norm.split_qkv_rmsnorm_rope".
         name: the function's name in it.
-        parameters: what the function must take, in the order in which this is called.
+        like: the op's reference, whose parameters the function must take; this is called in their order.
         since: the first version of sgl_kernel_npu that takes them.
     """
 
     module: str
     name: str
-    parameters: tuple[str, ...]
+    like: Callable[..., _Outputs]
     since: str
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of what the function must take."""
+        return tuple(inspect.signature(self.like).parameters)
 
     def __call__(self, *args: object, **kwargs: object) -> _Outputs:
         """Calls the function with all arguments by keyword.

@@ -197,20 +197,7 @@ SPLIT_QKV_RMSNORM_ROPE = OpContract(
     device_kernel=SglFunction(
         module="sgl_kernel_npu.norm.split_qkv_rmsnorm_rope",
         name="split_qkv_rmsnorm_rope",
-        parameters=(
-            "input",
-            "sin",
-            "cos",
-            "q_hidden_size",
-            "kv_hidden_size",
-            "head_dim",
-            "eps",
-            "q_weight",
-            "k_weight",
-            "q_bias",
-            "k_bias",
-            "is_neox_style",
-        ),
+        like=split_qkv_rmsnorm_rope_reference,
         since=_NEOX_FLAG_SINCE,
     ),
 )

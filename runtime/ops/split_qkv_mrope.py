@@ -253,22 +253,7 @@ TRITON_SPLIT_QKV_RMSNORM_MROPE = OpContract(
     device_kernel=SglFunction(
         module="sgl_kernel_npu.norm.split_qkv_rmsnorm_mrope",
         name="triton_split_qkv_rmsnorm_mrope",
-        parameters=(
-            "qkv",
-            "q_weight",
-            "k_weight",
-            "cos_sin",
-            "num_q_heads",
-            "num_kv_heads",
-            "head_size",
-            "eps",
-            "mrope_section",
-            "is_interleaved",
-            "rope_dim",
-            "q_bias",
-            "k_bias",
-            "has_gate",
-        ),
+        like=triton_split_qkv_rmsnorm_mrope_reference,
         since=_SINCE,
     ),
 )

@@ -235,21 +235,7 @@ SPLIT_QKV_RMSNORM_ROPE_POS_CACHE_HALF = OpContract(
     device_kernel=SglFunction(
         module="sgl_kernel_npu.norm.split_qkv_rmsnorm_rope_pos_cache_half_npu",
         name="split_qkv_rmsnorm_rope_pos_cache_half_npu",
-        parameters=(
-            "input_tensor",
-            "positions",
-            "cos_sin_cache",
-            "q_hidden_size",
-            "kv_hidden_size",
-            "head_dim",
-            "eps",
-            "q_weight",
-            "k_weight",
-            "q_bias",
-            "k_bias",
-            "rope_dim",
-            "cast_norm_to_bf16",
-        ),
+        like=split_qkv_rmsnorm_rope_pos_cache_half_reference,
         since=_SINCE,
     ),
 )

@@ -188,20 +188,7 @@ SPLIT_QKV_TP_RMSNORM_ROPE = OpContract(
     device_kernel=SglFunction(
         module="sgl_kernel_npu.norm.split_qkv_tp_rmsnorm_rope",
         name="split_qkv_tp_rmsnorm_rope",
-        parameters=(
-            "input",
-            "cos",
-            "sin",
-            "q_hidden_size",
-            "kv_hidden_size",
-            "head_dim",
-            "eps",
-            "q_weight",
-            "k_weight",
-            "rotary_dim",
-            "tp_world",
-            "tp_group",
-        ),
+        like=split_qkv_tp_rmsnorm_rope_reference,
         since=_SINCE,
     ),
 )

@@ -170,18 +170,7 @@ SPLIT_QKVGATE_GEMMA_RMSNORM_ROPE = OpContract(
     device_kernel=SglFunction(
         module="sgl_kernel_npu.norm.split_qkv_rmsnorm_rope",
         name="split_qkvgate_gemma_rmsnorm_rope",
-        parameters=(
-            "input",
-            "sin",
-            "cos",
-            "q_hidden_size",
-            "kv_hidden_size",
-            "head_dim",
-            "rope_dim",
-            "eps",
-            "q_weight",
-            "k_weight",
-        ),
+        like=split_qkvgate_gemma_rmsnorm_rope_reference,
         since=_SINCE,
     ),
 )
