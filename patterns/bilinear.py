@@ -30,7 +30,8 @@ _JOINING = frozenset({aten.neg.default, aten.cat.default, aten.stack.default, at
 # A result that is written piece by piece: the pieces are put into memory that holds nothing yet.
 _WRITES = frozenset({aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default})
 _UNWRITTEN = frozenset({aten.empty_like.default, aten.new_empty.default, aten.empty.memory_format})
-_SCALINGS = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.rsub.Scalar, aten.sub.Tensor})
+_SCALINGS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+_DIFFERENCES = frozenset({aten.rsub.Scalar, aten.sub.Tensor})
 _COMPLEX_VIEWS = frozenset({aten.view_as_complex.default, aten.view_as_real.default})
 
 
@@ -103,7 +104,8 @@ def formulas(root: fx.Node, c: Canonicaliser, findings: Findings) -> Iterator[Fo
 
 
 def _is_linear(node: fx.Node) -> bool:
-    return node.target in SUMS or node.target in _UNWRITTEN or _is_moved(node)
+    is_sum = node.target in SUMS and len(tensor_inputs(node)) == 2  # with a number it is no sum of products
+    return is_sum or node.target in _UNWRITTEN or _is_moved(node)
 
 
 def _is_moved(node: fx.Node) -> bool:
@@ -119,8 +121,10 @@ def _is_moved(node: fx.Node) -> bool:
 
 
 def _is_scaled(node: fx.Node) -> bool:
-    """True for a tensor times a number, or a number minus a tensor: of a rotation only -1 and 0 are left."""
-    return node.target in _SCALINGS and len(tensor_inputs(node)) == 1
+    """True for a tensor times a number, or subtracted from 0 or 0 from it: of a rotation only -1 and 0 are left."""
+    if len(tensor_inputs(node)) != 1:
+        return False
+    return node.target in _SCALINGS or (node.target in _DIFFERENCES and 0 in node.args[:2])
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
