@@ -98,7 +98,8 @@ class TermPool:
         others, other_coefficient = self.factors(b)
         for factor, exponent in others.items():
             known = factors.get(factor, 0.0)
-            if known * exponent < 0:  # x ** 2 / x is not x where x is 0: no identity of floating point
+            # x ** 2 / x is not x where x is 0, sqrt(x) * sqrt(x) where x is negative: no identities of floating point
+            if known * exponent < 0 or _drops_root(known, known + exponent):
                 return self.call("mul", *sorted((a, b), key=lambda t: t.serial))
             factors[factor] = known + exponent
         coefficient *= other_coefficient
@@ -142,7 +143,10 @@ class TermPool:
         return None if rest is None else self._product(*rest)
 
     def power(self, base: Term, exponent: float) -> Term:
-        """`base ** exponent`. Exponents are multiplied only where that is an identity: `(x ** 2) ** 0.5` is no `x`."""
+        """`base ** exponent`. Exponents are multiplied only where that is an identity.
+
+        Neither `(x ** 2) ** 0.5` is `x`, nor `(x ** 0.5) ** 2`, which is no number where x is negative.
+        """
         factors, coefficient = self.factors(base)
         if not factors:
             try:
@@ -155,8 +159,10 @@ class TermPool:
                 return self.call("sigmoid", self.mul(part.args[0], self.number(-1)))  # type: ignore[arg-type]
         integral = float(exponent).is_integer()
         lone_root = len(factors) == 1 and abs(next(iter(factors.values()))) == 1
-        if coefficient == 1 and (integral or lone_root):
-            return self._product({t: e * exponent for t, e in factors.items()}, 1.0)
+        powers = {t: e * exponent for t, e in factors.items()}
+        keeps_roots = not any(_drops_root(factors[t], power) for t, power in powers.items())
+        if coefficient == 1 and (integral or lone_root) and keeps_roots:
+            return self._product(powers, 1.0)
         return self._product({base: float(exponent)}, 1.0)
 
     def root(self, term: Term, exponent: float) -> Term | None:
@@ -217,3 +223,8 @@ class TermPool:
         for part, coefficient in taken.items():
             parts[part] = parts.get(part, 0.0) - coefficient
         return self._sum({part: left for part, left in parts.items() if left}, constant - taken_constant)
+
+
+def _drops_root(exponent: float, larger: float) -> bool:
+    """Whether a root of a negative number, which is none, would be taken for a power, which is one."""
+    return not float(exponent).is_integer() and float(larger).is_integer()

@@ -106,6 +106,13 @@ def test_what_is_one_value_is_one_term(name: str) -> None:
 SEVERAL_TERMS: dict[str, list[Function]] = {
     "the root of a square is no x": [lambda x, y: (x**2) ** 0.5, lambda x, y: x.clone(), lambda x, y: -x],
     "the square of a root is no x where it is negative": [lambda x, y: (x * y) ** 0.5, lambda x, y: x**0.5 * y**0.5],
+    "the square of a root is no number there": [
+        lambda x, y: x.sqrt() ** 2,
+        lambda x, y: x.clone(),
+        lambda x, y: (x.sqrt() * y) ** 2,
+        lambda x, y: x * y**2,
+    ],
+    "nor is a root times itself": [lambda x, y: x.sqrt() * y * x.sqrt(), lambda x, y: x * y],
     "x / x is no 1": [lambda x, y: x / x, lambda x, y: torch.ones_like(x)],
     "x - x is no 0": [lambda x, y: x - x, lambda x, y: torch.zeros_like(x)],
     "x ** 2 / x is no x": [lambda x, y: x**2 / x, lambda x, y: x.clone()],
