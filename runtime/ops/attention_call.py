@@ -134,7 +134,7 @@ class AttentionCall:
 
 
 def tensor_reasons(call: AttentionCall) -> Iterator[str]:
-    """query, key and value have the types and ranks that the kernel takes, and are contiguous."""
+    """query, key and value have the types and ranks that the kernel takes; with mask and shift they are contiguous."""
     rank = len(read_dims(call.input_layout))
     for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
         yield from dtype_among(name, tensor, _DTYPES)
@@ -143,6 +143,9 @@ def tensor_reasons(call: AttentionCall) -> Iterator[str]:
         if name == "query" or call.block_table is None:
             yield from rank_between(name, tensor, rank, rank)
         yield from contiguity(name, tensor)
+    for name, given in (("atten_mask", call.atten_mask), ("pse_shift", call.pse_shift)):
+        if given is not None:
+            yield from contiguity(name, given)
 
 
 def head_reasons(call: AttentionCall) -> Iterator[str]:
@@ -209,7 +212,6 @@ def shift_reasons(call: AttentionCall) -> Iterator[str]:
     if shift.dtype != call.query.dtype:
         yield f"pse_shift is {dtype_name(shift.dtype)} but query is {dtype_name(call.query.dtype)}"
     yield from rank_between("pse_shift", shift, 4, 4)
-    yield from contiguity("pse_shift", shift)
     batch, tokens, heads, _ = call.query_sizes
     first, *rest, last = shift.shape
     if not (known_equal(first, 1) or known_equal(first, batch)) or not known_same_shape(rest, (heads, tokens)):

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from ..sizes import Size, known_equal, known_true
-from .reasons import contiguity, dtype_among, shape_text
+from .reasons import dtype_among, shape_text
 
 __all__ = [
     "ALL_MASK",
@@ -90,7 +90,6 @@ def mask_reasons(
             yield f"sparse_mode {sparse_mode} needs an atten_mask (the kernel raises without one)"
         return
     yield from dtype_among("atten_mask", mask, dtypes)
-    yield from contiguity("atten_mask", mask)
     if sparse_mode in (DEFAULT_MASK, BAND) and pre_tokens + next_tokens < 0:
         yield f"pre_tokens {pre_tokens} and next_tokens {next_tokens} leave no key between them"
     wider = may_be_wider and sparse_mode not in COMPRESSED

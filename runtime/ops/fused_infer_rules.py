@@ -70,11 +70,20 @@ def invalid(call: AttentionCall, *, takes_64: bool) -> Iterator[str]:
     yield from head_reasons(call)
     yield from head_dim_reasons(call)
     yield from size_reasons(call)
+    yield from _query_lengths(call)
     if call.block_table is not None:
         yield from _paging(call, call.block_table)
-    yield from _lengths(call)
+    yield from _key_lengths(call)
     yield from _packing(call, takes_64) if call.packed else _batching(call)
     yield from _sink(call)
+
+
+def _query_lengths(call: AttentionCall) -> Iterator[str]:
+    batch, tokens, _, _ = call.query_sizes
+    if call.packed:
+        yield from packed_length_reasons(call.names[1], call.q_lengths, tokens)
+    elif not call.decodes:  # which ignores them
+        yield from batch_length_reasons(call.names[1], call.q_lengths, batch, tokens)
 
 
 def _paging(call: AttentionCall, block_table: torch.Tensor) -> Iterator[str]:
@@ -99,24 +108,17 @@ def _paging(call: AttentionCall, block_table: torch.Tensor) -> Iterator[str]:
         yield f"{call.names[2]} is missing, which a block_table needs"
 
 
-def _lengths(call: AttentionCall) -> Iterator[str]:
+def _key_lengths(call: AttentionCall) -> Iterator[str]:
     _, q_name, kv_name = call.names
-    batch, tokens, _, _ = call.query_sizes
-    tokens_of_key = call.tokens_of_key
-    if not call.packed:
-        if not call.decodes:  # which ignores them
-            yield from batch_length_reasons(q_name, call.q_lengths, batch, tokens)
-        yield from batch_length_reasons(kv_name, call.kv_lengths, batch, tokens_of_key)
-        return
-    yield from packed_length_reasons(q_name, call.q_lengths, tokens)
-    if call.block_table is None:
-        yield from packed_length_reasons(kv_name, call.kv_lengths, tokens_of_key)
+    sequences = len(call.q_lengths or ()) if call.packed else call.query_sizes.batch
+    if call.packed and call.block_table is None:
+        yield from packed_length_reasons(kv_name, call.kv_lengths, call.tokens_of_key)
     else:
-        # With a table they are lengths, not ends: nothing tells where a sequence would begin in a cache.
-        yield from batch_length_reasons(kv_name, call.kv_lengths, len(call.q_lengths or ()), tokens_of_key)
-    if len(call.q_lengths or ()) != len(call.kv_lengths or ()):
+        # With a table they are lengths for packed sequences, too: nothing tells where one would begin in a cache.
+        yield from batch_length_reasons(kv_name, call.kv_lengths, sequences, call.tokens_of_key)
+    if call.packed and sequences != len(call.kv_lengths or ()):
         yield (
-            f"{q_name} has {len(call.q_lengths or ())} sequences and {kv_name} {len(call.kv_lengths or ())}"
+            f"{q_name} has {sequences} sequences and {kv_name} {len(call.kv_lengths or ())}"
             " (packed sequences need both, for each)"
         )
 

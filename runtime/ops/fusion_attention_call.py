@@ -29,7 +29,7 @@ class FusionAttentionCall:
     """What the contract covers.
 
     Args:
-        query: float16, bfloat16 or float32 in the layout, any strides as all but the mask: B batch, S tokens or
+        query: float16, bfloat16 or float32 in the layout, any strides as all tensors: B batch, S tokens or
             T tokens of packed sequences, N heads, D head_dim, H = N * D.
         key: in the layout, with heads that divide query's.
         value: as key; D may be smaller.
@@ -166,7 +166,8 @@ def _packing(call: FusionAttentionCall) -> Iterator[str]:
             f" {shape_text(call.actual_seq_kvlen.shape)} must have an end for each sequence"
         )
     if call.softmax_layout not in ("", "TND") or (call.softmax_layout and not packed):
-        yield f"softmax_layout is {call.softmax_layout!r} (layout {call.input_layout} takes '' {'and TND' * packed})"
+        allowed = "'' and 'TND'" if packed else "''"
+        yield f"softmax_layout is {call.softmax_layout!r} (layout {call.input_layout} takes {allowed})"
 
 
 def _mask_and_shift(call: FusionAttentionCall) -> Iterator[str]:

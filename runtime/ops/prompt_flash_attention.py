@@ -136,12 +136,12 @@ def _invalid_on_310p(call: AttentionCall) -> Iterator[str]:
         if given is not None:
             yield f"{name} is given, which ascend310p doesn't take"
     for name, size, most in (
-        ("a batch", batch, _MAX_BATCH_310P),
-        ("tokens of query", tokens, _MAX_TOKENS_310P),
-        ("tokens of key", call.tokens_of_key, _MAX_TOKENS_310P),
+        ("batch", batch, _MAX_BATCH_310P),
+        ("length of query", tokens, _MAX_TOKENS_310P),
+        ("length of key", call.tokens_of_key, _MAX_TOKENS_310P),
     ):
         if known_true(size > most):
-            yield f"there is {name} of {size} (ascend310p takes {most})"
+            yield f"the {name} is {size} (ascend310p takes {most})"
 
 
 @_PART.refuse

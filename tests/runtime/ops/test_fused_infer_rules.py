@@ -278,6 +278,7 @@ def test_limits_that_take_memory(outside, reason, inside):
         (packed(actual_seq_lengths=None), "actual_seq_lengths is missing, which packed sequences need", packed()),
         (packed(actual_seq_lengths_kv=None), "actual_seq_lengths_kv is missing, which packed sequences need", packed()),
         (packed(actual_seq_lengths=[]), "actual_seq_lengths has 0 sequences", packed()),
+        (packed_paged(actual_seq_lengths=None), "actual_seq_lengths is missing", packed_paged()),
         (
             packed(actual_seq_lengths=[6]),
             "actual_seq_lengths has 1 sequences and actual_seq_lengths_kv 2",
