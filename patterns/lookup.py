@@ -49,8 +49,12 @@ class LookedUp:
     inputs: Mapping[str, fx.Node]
 
 
-def looked_up(cos: fx.Node, sin: fx.Node, c: Canonicaliser) -> LookedUp | None:
-    """Reads two tables as the halves of the rows of one cache; None where they are none."""
+def looked_up(cos: fx.Node, sin: fx.Node, rope_dim: int, c: Canonicaliser) -> LookedUp | None:
+    """Reads two tables of a rotation of `rope_dim` elements as the halves of the rows of one cache.
+
+    Returns:
+        None where they are none, or rows are not `rope_dim` wide: a column of cos and one of sin for each pair.
+    """
     if not values.is_float(cos) or not values.is_float(sin):
         return None
     first, second = _half(cos, c), _half(sin, c)
@@ -59,7 +63,7 @@ def looked_up(cos: fx.Node, sin: fx.Node, c: Canonicaliser) -> LookedUp | None:
     gathered = _gathered(first.rows)
     width = values.last_dim(first.rows)
     halves = [(half.layout.starts, 2 * half.layout.head_dim) for half in (first, second)]
-    if gathered is None or width is None or halves != [((0,), width), ((width // 2,), width)]:
+    if gathered is None or width != rope_dim or halves != [((0,), width), ((width // 2,), width)]:
         return None
     if first.layout.roles != second.layout.roles or not _in_order(first.layout):
         return None
@@ -84,6 +88,9 @@ def _half(table: fx.Node, c: Canonicaliser) -> _Half | None:
         dim = rows.args[1] if len(rows.args) > 1 else 0
         if dim not in (-1, len(values.shape(rows)) - 1) or len({c.numbers[part] for part in parts}) != 1:
             return None
+        repeated = heads(rows, [node for node in path if is_movement(node)])
+        if repeated is None or repeated.starts != (0,) or repeated.head_dim != values.last_dim(rows):
+            return None  # of the repeated columns it has only some
         rows, below = trace(parts[0], _moves)
         path = (*below, *path)
     layout = heads(rows, [node for node in path if is_movement(node)])

@@ -85,13 +85,13 @@ def _match(node: fx.Node, q: Match, k: Match, c: Canonicaliser) -> Match | None:
     if q_heads == 1 and k_heads != 1:
         (q, k), (q_heads, k_heads) = (k, q), (k_heads, q_heads)
     cos, sin = q.inputs["cos"], q.inputs["sin"]
-    found = looked_up(cos, sin, c)
+    assert isinstance(q.params, Rope)
+    assert isinstance(k.params, Rope)
+    found = looked_up(cos, sin, q.params.rope_dim, c)
     if found is None and (k_heads != 1 or q_heads == 1):
         return None
     inputs = {"q": q.inputs["x"], "k": k.inputs["x"], "cos": cos, "sin": sin}
     inputs |= {"rotated_q": q.node, "rotated_k": k.node, **(found.inputs if found is not None else {})}
-    assert isinstance(q.params, Rope)
-    assert isinstance(k.params, Rope)
     lookup = found.params if found is not None else None
     shared = all(share_columns(table, q.params, c) for table in (cos, sin))
     params = QkRope(q.params, k.params, axis, q_heads, k_heads, lookup, shared)

@@ -299,7 +299,7 @@ def _match(
             inputs[name] = strand.norm.inputs["weight"]
     if gate is not None:
         inputs["gate"] = gate[0]
-    lookup = looked_up(inputs["cos"], inputs["sin"], c)
+    lookup = looked_up(inputs["cos"], inputs["sin"], a.rope.params.rope_dim, c)
     if lookup is not None:
         inputs.update(lookup.inputs)
     together = findings.at(qk_rope.KIND, node)

@@ -60,6 +60,7 @@ class TokenTables:
         Raises:
             Refused: the elements of a pair have columns that may differ, or there is no row a token.
         """
+        self.refuse_own_columns()
         lookup, edit = self.lookup, self.edit
         if lookup is not None and values.dtype(self.inputs["rows"]) == lookup.dtype:
             return edit.cast(self._looked_up("rows", self.rope.rope_dim), dtype)
@@ -75,9 +76,11 @@ class TokenTables:
         """The row of the cache that each token looks up, [tokens], none of them negative.
 
         Raises:
-            Refused: there is no row a token, or the cache may have been written since it was read.
+            Refused: the elements of a pair have columns that may differ, there is no row a token, or the cache may have
+                been written since it was read.
         """
         assert self.lookup is not None
+        self.refuse_own_columns()
         if not self.edit.is_within_reach(self.inputs["rows"]):
             raise Refused("an op with side effects stands between where cos and sin are looked up and their use")
         edit, cache = self.edit, self.edit.current(self.inputs["cache"])

@@ -19,7 +19,9 @@ ROWS, T, PAIRS = 32, 5, 4
 CACHE, POSITIONS = torch.randn(ROWS, 2 * PAIRS), torch.randint(ROWS, (T,))
 
 
-def read(tables: Tables, cache: Tensor = CACHE, positions: Tensor = POSITIONS) -> LookedUp | None:
+def read(
+    tables: Tables, cache: Tensor = CACHE, positions: Tensor = POSITIONS, rope_dim: int = 2 * PAIRS
+) -> LookedUp | None:
     """What is read of the inputs of exp (cos) and sin (sin)."""
 
     def function(cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +37,7 @@ def read(tables: Tables, cache: Tensor = CACHE, positions: Tensor = POSITIONS) -
         next(node.args[0] for node in graph.nodes if node.target is target)
         for target in (torch.ops.aten.exp.default, torch.ops.aten.sin.default)
     )
-    return looked_up(cos, sin, canonicaliser)
+    return looked_up(cos, sin, rope_dim, canonicaliser)
 
 
 def halves(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +107,13 @@ def test_the_narrowest_type_is_told() -> None:
     assert read(lambda cache, p: tuple(t.float() for t in halves(cache[p])), CACHE.half()).params.dtype == torch.float16
 
 
+def across(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """For sin the columns of sin and then those of cos, out of rows that are repeated."""
+    return torch.cat((rows[..., :PAIRS],) * 2, -1), torch.cat((rows, rows), -1)[..., PAIRS : 3 * PAIRS]
+
+
 WRONG: dict[str, Tables] = {
+    "some of what is repeated": lambda cache, p: across(cache[p]),
     "sin in front": lambda cache, p: halves(cache[p])[::-1],
     "the same half twice": lambda cache, p: (halves(cache[p])[0],) * 2,
     "two caches": lambda cache, p: (halves(cache[p])[0], halves(cache.cos()[p])[1]),
@@ -132,6 +140,17 @@ def test_anything_else_is_not_read(name: str) -> None:
     assert read(WRONG[name]) is None
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_rows_have_a_column_of_each_table_for_each_pair(times: int) -> None:
+    def tables(cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = halves(cache[positions])
+        return torch.cat([cos] * times, -1), torch.cat([sin] * times, -1)
+
+    assert read(tables) is not None
+    assert read(tables, rope_dim=4 * PAIRS) is None
+    assert read(tables, rope_dim=PAIRS) is None
+
+
 def test_transposed_positions_are_not_read_as_they_are() -> None:
     positions = torch.randint(ROWS, (2, 3))
     assert read(lambda cache, p: tuple(t.transpose(0, 1) for t in halves(cache[p])), positions=positions) is None
@@ -153,4 +172,4 @@ def test_a_complex_table_is_not_read() -> None:
         if node.op != "output":
             canonicaliser.visit(node)
     (gathered,) = [node for node in graph.nodes if node.target is torch.ops.aten.index.Tensor]
-    assert looked_up(gathered, gathered, canonicaliser) is None
+    assert looked_up(gathered, gathered, 2 * PAIRS, canonicaliser) is None

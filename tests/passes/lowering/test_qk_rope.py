@@ -199,6 +199,7 @@ REFUSED: dict[str, tuple[Callable, tuple[Tensor, ...], str]] = {
     ),
 }
 
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_pairs_that_the_op_has_not_are_turned_apart(name: str) -> None:
     function, inputs, reason = REFUSED[name]
@@ -284,6 +285,12 @@ def test_one_head_of_k_is_preferably_given_rows() -> None:
     assert "aten.cat.default" not in found.targets()  # the rows of the cache are cos | sin already
 
 
+def repeated(style: str, times: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The rotation by tables whose columns stand `times` times, one after the other."""
+    rotate = ROTATIONS[style, "full"]["llama" if style == "half" else "stride, stack"]
+    return lambda x, cos, sin: rotate(x, torch.cat([cos] * times, -1), torch.cat([sin] * times, -1))
+
+
 LOOKUPS_REFUSED: dict[str, tuple[Callable, tuple[Tensor, ...], str]] = {
     "40 columns": (
         by_position(halves, 40),
@@ -295,6 +302,11 @@ LOOKUPS_REFUSED: dict[str, tuple[Callable, tuple[Tensor, ...], str]] = {
         (*looked_up(torch.bfloat16)[:2], torch.randn(30, 64), torch.randint(30, (7,))),
         "npu_mrope: cos_sin_cache is float32 but query is bfloat16",
     ),
+    "a column for each of two neighbours": (
+        by_position(repeated("interleave", 2), 64),
+        looked_up(),
+        "npu_mrope: cos and sin have a column for each element",
+    ),
 }
 
 
@@ -305,3 +317,20 @@ def test_lookups_that_no_op_has(name: str) -> None:
     assert not {MROPE, MQA} & found.report.ops.keys()
     assert site(found).reason.startswith("fused_rope_qk_mqa: k has 3 heads; the op is for one that all heads of q")
     assert reason in site(found).reason
+
+
+def test_columns_that_neighbours_do_not_share_are_refused_for_one_head_of_k_too() -> None:
+    found, _ = check(by_position(repeated("interleave", 2), 64), *looked_up(heads=(8, 1)))
+    assert MQA not in found.report.ops
+    assert site(found).reason.startswith("cos and sin have a column for each element")
+
+
+@pytest.mark.parametrize("heads", [(6, 3), (8, 1)])
+@pytest.mark.parametrize(("times", "rope_dim"), [(2, 64), (4, 64), (2, 32), (4, 32)])
+def test_rows_are_as_wide_as_what_they_turn(times: int, rope_dim: int, heads: tuple[int, int]) -> None:
+    """Columns that stand four times turn twice as much as the cache is wide."""
+    q, k, _, positions = looked_up(heads=heads)
+    cache = torch.randn(30, rope_dim * 2 // times)
+    found, _ = check(by_position(repeated("half", times), rope_dim), q, k, cache, positions)
+    assert (MROPE in found.report.ops) == (times == 2 and heads != (8, 1))
+    assert (MQA in found.report.ops) == (heads == (8, 1))
