@@ -17,7 +17,7 @@ from ...runtime.ops.quantize import INT8_MAX
 from ...runtime.sizes import static_int
 from ..rewriter import Edit, Refused
 from .precision import refuse_other_precision
-from .rms_norm import gamma, note_statistics, vector
+from .rms_norm import gamma, note_statistics, refuse_rounded_sum, vector
 
 aten = torch.ops.aten
 
@@ -50,8 +50,7 @@ def summands(match: Match, norm: RmsNorm, edit: Edit) -> tuple[fx.Node, fx.Node]
     total, x = match.inputs["sum"], match.inputs["x"]
     if total is not edit.current(total):
         raise Refused("the add has been taken by another fusion")
-    if values.dtype(x) != values.dtype(total):
-        raise Refused(f"the sum is rounded to {values.dtype(x)} before the norm; the op norms it as it is")
+    refuse_rounded_sum(match)
     check_dtype(norm, total)
     note_statistics(norm, edit)
     x1, x2 = (edit.contiguous(edit.current(match.inputs[name])) for name in ("x1", "x2"))

@@ -8,6 +8,7 @@ from torch import fx
 from ...patterns import values
 from ...patterns.add_rms_norm import AddRmsNorm
 from ...patterns.match import Match
+from ...patterns.movement import trace
 from ...patterns.rms_norm import RmsNorm
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
@@ -58,9 +59,7 @@ def lower_add(match: Match, edit: Edit) -> OpContract:
     if p.is_composite or p.groups != 1:
         raise Refused("its norm has a bias, a gate, groups or a scale before it")
     x1, x2 = (edit.current(match.inputs[name]) for name in ("x1", "x2"))
-    if values.dtype(match.inputs["x"]) != values.dtype(total):
-        rounded = values.dtype(match.inputs["x"])
-        raise Refused(f"the sum is rounded to {rounded} before the norm; the op norms it as it is")
+    refuse_rounded_sum(match)
     _check_dtype(p, total)
     if p.dtype.itemsize < 4:
         edit.note(f"the op takes the statistics from the sum before it is rounded to {p.dtype}")
@@ -77,6 +76,16 @@ def lower_add(match: Match, edit: Edit) -> OpContract:
     edit.replace(total, edit.view(new_total, shape) if is_viewed else new_total)
     edit.replace(match.node, edit.item(added, 0))
     return contract
+
+
+def refuse_rounded_sum(match: Match) -> None:
+    """Refuses a sum that the norm reads in another type, or that has been in a narrower one on the way there."""
+    x, total = match.inputs["x"], match.inputs["sum"]
+    _, path = trace(x, lambda node: node is not total)
+    narrower = [dtype for dtype in map(values.dtype, path) if not values.is_widening(values.dtype(total), dtype)]
+    read_in = next(iter(narrower), values.dtype(x))
+    if read_in != values.dtype(total):
+        raise Refused(f"the sum is rounded to {read_in} before the norm; the op norms it as it is")
 
 
 def _check_dtype(p: RmsNorm, x: fx.Node) -> None:

@@ -191,6 +191,16 @@ def test_a_sum_that_is_rounded_before_the_norm_is_refused() -> None:
     assert site(found).reason == "the sum is rounded to torch.bfloat16 before the norm; the op norms it as it is"
 
 
+def test_nor_may_it_have_been_rounded_and_cast_back() -> None:
+    def model(x1: Tensor, x2: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        total = x1 + x2
+        return total, rounded(norm(total.bfloat16().half(), w) / s)
+
+    found = compiled(model, X1.half(), X2.half(), W.half(), ONE.half())
+    assert STATIC not in found.report.ops
+    assert site(found).reason == "the sum is rounded to torch.bfloat16 before the norm; the op norms it as it is"
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("zero_point", [None, torch.tensor([-7], dtype=INT8)], ids=["none", "int8"])
 def test_a_lone_norm_with_one_scale_is_one_launch(dtype: torch.dtype, zero_point: Tensor | None) -> None:

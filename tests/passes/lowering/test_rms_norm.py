@@ -1,5 +1,7 @@
 """Norms become one op each, with eager's numbers, or are refused with the reason."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -167,6 +169,22 @@ def test_a_sum_that_is_rounded_before_the_norm_is_refused() -> None:
     assert report.ops == {"npu::npu_rms_norm": 1}
     (add,) = [site for site in report.sites if site.kind == "add_rms_norm"]
     assert add.reason == "the sum is rounded to torch.bfloat16 before the norm; the op norms it as it is"
+
+
+@pytest.mark.parametrize(("dtype", "between"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_nor_may_it_have_been_rounded_and_cast_back(dtype: torch.dtype, between: torch.dtype) -> None:
+    def model(x: Tensor, y: Tensor, w: Tensor, *, by: torch.dtype) -> tuple[Tensor, Tensor]:
+        total = x + y
+        return llama(total.to(by).to(dtype), w), total
+
+    inputs = torch.randn(3, 64).to(dtype), torch.randn(3, 64).to(dtype), torch.randn(64).to(dtype)
+    found = compiled(partial(model, by=between), *inputs)
+    assert found.report.ops == {"npu::npu_rms_norm": 1}
+    (add,) = [site for site in found.report.sites if site.kind == "add_rms_norm"]
+    assert add.reason == f"the sum is rounded to {between} before the norm; the op norms it as it is"
+    for value, wanted in zip(found.output, model(*inputs, by=between), strict=True):
+        assert torch.equal(value, wanted)
+    assert compiled(partial(model, by=torch.float32), *inputs).report.ops == {"npu::npu_add_rms_norm": 1}
 
 
 def test_an_add_of_two_types_is_refused() -> None:
