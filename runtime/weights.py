@@ -6,6 +6,7 @@ parameters become views of it: a write by anyone is seen at once, and no memory 
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ def _joined(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def can_pack(weights: Sequence[torch.Tensor]) -> bool:
-    """True for distinct parameters that nothing else shares a storage with: no one is cut off when they move."""
+    """True for parameters that share no memory, with each other or anything else: no one is cut off when they move."""
     if any(isinstance(weight, FakeTensor) for weight in weights):
         return True  # they have no storage, and stand for parameters that have one each
     count = getattr(torch._C, "_storage_Use_Count", None)
@@ -78,7 +79,18 @@ def can_pack(weights: Sequence[torch.Tensor]) -> bool:
     storages = [weight.untyped_storage() for weight in weights]
     users = Counter(storage._cdata for storage in storages)
     # The count includes one for the Python object of each storage, which `storages` holds.
-    return len(set(weights)) == len(weights) and all(count(s._cdata) - 1 == users[s._cdata] for s in storages)
+    return not _overlap(weights) and all(count(s._cdata) - 1 == users[s._cdata] for s in storages)
+
+
+def _overlap(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether between the first and the last element of one weight another one lies."""
+    spans = []
+    for weight in weights:
+        last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
+        start = weight.storage_offset()
+        spans.append((weight.untyped_storage()._cdata, start, start + last))
+    spans.sort()
+    return any(a[0] == b[0] and b[1] <= a[2] for a, b in itertools.pairwise(spans))
 
 
 def _is_ordinary(weight: torch.Tensor) -> bool:

@@ -104,6 +104,28 @@ def test_a_storage_that_others_use_is_left_alone() -> None:
     assert torch.equal(packed[:4], torch.full((4, 4), 7.0))
 
 
+@pytest.mark.parametrize("start", [0, 2, 3])
+def test_weights_that_share_rows_go_on_sharing_them(start: int) -> None:
+    rows = torch.randn(8, 4)
+    weights = [nn.Parameter(rows[start : start + 4]), nn.Parameter(rows[:4])]
+    del rows
+    assert not can_pack(weights)
+    with pytest.warns(UserWarning, match="can't be moved"):
+        pack(weights)
+    with torch.no_grad():
+        weights[1].fill_(7)
+    assert torch.equal(weights[0][: 4 - start], torch.full((4 - start, 4), 7.0))
+
+
+def test_weights_that_lie_apart_in_one_storage_are_put_in_order() -> None:
+    rows = torch.randn(8, 4)
+    weights = [nn.Parameter(rows[4:]), nn.Parameter(rows[:4])]
+    wanted = torch.cat((rows[4:], rows[:4]))
+    del rows
+    assert can_pack(weights)
+    assert torch.equal(pack(weights), wanted)
+
+
 def test_tensors_that_are_no_parameters_are_copied_on_each_call() -> None:
     weights = [torch.randn(4, 4), torch.randn(2, 4)]
     with pytest.warns(UserWarning, match="no parameters"):
