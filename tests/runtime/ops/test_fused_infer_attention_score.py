@@ -232,6 +232,16 @@ def test_one_token_sees_what_its_mask_shows_and_nothing_else_matters(data):
         torch.testing.assert_close(lse[b].double(), wanted_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(3, 3), (3, 1, 1, 3)])
+def test_each_batch_entry_of_one_token_has_a_mask_of_its_own(shape):
+    query, key, value = random_tensors([(3, 2, 1, 16), (3, 2, 3, 16), (3, 2, 3, 16)], torch.float16)
+    arguments = {"query": query, "key": key, "value": value, "num_heads": 2, "input_layout": "BNSD"}
+    shows_one = torch.tensor([[0, 1, 1], [1, 1, 0], [1, 0, 1]]).bool().reshape(shape)
+    out, _ = compute({**arguments, "atten_mask": shows_one})
+    for b, shown in enumerate((0, 2, 1)):
+        assert torch.equal(out[b, :, 0], value[b, :, shown])
+
+
 @pytest.mark.parametrize("mode", [2, 3, 4])
 def test_one_token_sees_all_keys_in_every_compressed_mode(mode):
     """Mode 2 would show it the first key alone, if the decoding kernel knew of modes: so such a call is refused."""
