@@ -27,7 +27,7 @@ from .specialise import specialise_floats
 
 
 def prepare(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a Dynamo graph for AOTAutograd: ops that are to stay whole are opaque, floats of the model are bound."""
+    """A copy of a Dynamo graph for AOTAutograd: ops that are to stay whole are opaque, the model's floats are bound."""
     prepared = preserve(module)
     specialise_floats(prepared.graph)
     prepared.recompile()

@@ -211,14 +211,15 @@ class Edit:
         with mode, guards:
             return function(*args, **kwargs)
 
-    def constant(self, name: str, make: Callable[[], torch.Tensor]) -> fx.Node:
-        """A constant tensor, made once a graph and kept as an attribute of the module."""
+    def constant(self, name: str, device: torch.device, make: Callable[[torch.device], torch.Tensor]) -> fx.Node:
+        """A constant tensor, made once a graph and device, and kept as an attribute of the module."""
+        name = f"{name}_{device.type}{'' if device.index is None else device.index}"
         known = self.rewriter.shared.get(name)
         if known is not None:
             return known
         module, graph = self.rewriter.module, self.rewriter.graph
         with unset_fake_temporarily():
-            value = make()
+            value = make(device)
         module.register_buffer(name, value, persistent=False)
         with graph.inserting_after(self._anchor([])):
             node = graph.get_attr(name)
@@ -228,6 +229,17 @@ class Edit:
         self._shared.append(name)
         self._created.append(node)
         return node
+
+    def filled(self, number: float, size: int, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+        """A constant [size] of one number, on the device of `like`."""
+        value = values.tensor(like)
+        assert value is not None
+        name = f"_filled_{number!r}_{size}_{str(dtype).removeprefix('torch.')}"
+        for sign, letter in ((".", "p"), ("-", "m"), ("+", "")):
+            name = name.replace(sign, letter)
+        return self.constant(
+            name, value.device, lambda device: torch.full((size,), number, dtype=dtype, device=device)
+        )
 
     def share(self, key: Hashable, make: Callable[[], fx.Node]) -> fx.Node:
         """What `make` builds, built once for all sites between two effects."""

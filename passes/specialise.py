@@ -1,8 +1,8 @@
 """Makes the floats that a model holds constants again.
 
-Under `dynamic=True` Dynamo turns every float into an input of the graph, even a module's `eps`, a default or a global. To
-a kernel it is an attribute, so each is bound to the value it has, under a guard: a model whose float changes is compiled
-again. Floats that the caller passes stay inputs.
+Under `dynamic=True` Dynamo turns every float into an input of the graph, even a module's `eps`, a default or a global.
+To a kernel it is an attribute, so each is bound to the value it has, under a guard: a model whose float changes is
+compiled again. Floats that the caller passes stay inputs.
 """
 
 from __future__ import annotations

@@ -144,9 +144,9 @@ def _static_alone(match: Match, norm: RmsNorm, quantiser: Static, edit: Edit) ->
         contract,
         x=x,
         gamma=gamma(match, x, edit),
-        beta=_filled(0.0, norm.hidden_size, norm.dtype, x, edit),
+        beta=edit.filled(0.0, norm.hidden_size, norm.dtype, x),
         scale=scale,
-        offset=_filled(0, 1, torch.int8, x, edit) if zero_point is None else zero_point,
+        offset=edit.filled(0, 1, torch.int8, x) if zero_point is None else zero_point,
         epsilon=norm.eps,
     )
     edit.replace(match.node, _viewed(match, quantised, edit))
@@ -199,7 +199,7 @@ def _scale(match: Match, quantiser: Static, x: fx.Node, dtype: torch.dtype, size
         wanted = torch.tensor(quantiser.scale, dtype=torch.float32)
         if wanted.to(dtype).float() != wanted:
             raise Refused(f"the scale {quantiser.scale:g} is no {dtype}, in which the op takes it")
-        return _filled(quantiser.scale, size, dtype, x, edit)
+        return edit.filled(quantiser.scale, size, dtype, x)
     scale = edit.current(match.inputs["scale"])
     if not values.is_widening(values.dtype(scale), dtype):
         raise Refused(f"the scale is {values.dtype(scale)}; for an x of {values.dtype(x)} the op takes {dtype}")
@@ -214,7 +214,7 @@ def _zero_point(
     if number is not None:
         if not (number.is_integer() and -INT8_MAX - 1 <= number <= INT8_MAX):
             raise Refused(f"the zero point {number:g} is no int8")
-        return _filled(number, size, dtype, x, edit)
+        return edit.filled(number, size, dtype, x)
     if "zero_point" not in match.inputs:
         return None
     zero_point = edit.current(match.inputs["zero_point"])
@@ -233,15 +233,6 @@ def _spread(given: fx.Node, size: int, edit: Edit) -> fx.Node:
     if values.last_dim(given) == size:
         return given
     return edit.share(("spread", given, size), lambda: edit.contiguous(edit.call(aten.expand.default, given, [size])))
-
-
-def _filled(number: float, size: int, dtype: torch.dtype, like: fx.Node, edit: Edit) -> fx.Node:
-    """A number as [size]."""
-    value = values.tensor(like)
-    assert value is not None
-    written = f"{number!r}_{size}_{dtype}".replace("torch.", "").replace(".", "p").replace("-", "m").replace("+", "")
-    device = value.device
-    return edit.constant(f"_filled_{written}", lambda: torch.full((size,), number, dtype=dtype, device=device))
 
 
 # Results -----------------------------------------------------------------------------------------------------------

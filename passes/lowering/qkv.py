@@ -110,9 +110,7 @@ class Prologue:
         if node is None:
             head = self.params.q if name == "q" else self.params.k
             assert head.norm is not None
-            size, value, device = head.norm.hidden_size, 1.0 + added, _device(self.match)
-            constant = f"_{'ones' if value else 'zeros'}_{size}_float32"
-            return edit.constant(constant, lambda: torch.full((size,), value, device=device))
+            return edit.filled(1.0 + added, head.norm.hidden_size, torch.float32, like=self.match.node)
         weight = vector(edit.current(node), edit)
         if not added:
             return weight
@@ -288,12 +286,6 @@ def _projection(match: Match, p: Qkv, edit: Edit) -> fx.Node:
     if parts is None:
         raise Refused("its projections have been taken by another fusion")
     return packed_projection(parts, edit)
-
-
-def _device(match: Match) -> torch.device:
-    value = values.tensor(match.node)
-    assert value is not None
-    return value.device
 
 
 def _in_layout(flat: fx.Node, layout: Heads, leading: list[int | fx.Node], edit: Edit) -> fx.Node:

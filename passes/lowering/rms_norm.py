@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from ...patterns import values
@@ -106,13 +105,9 @@ def gamma(match: Match, x: fx.Node, edit: Edit) -> fx.Node:
     weight = match.inputs.get("weight")
     if weight is not None:
         return vector(edit.current(weight), edit)
-    value = values.tensor(x)
-    assert value is not None
-    size, dtype, device = values.last_dim(x), value.dtype, value.device
+    size = values.last_dim(x)
     assert size is not None
-    return edit.constant(
-        f"_ones_{size}_{str(dtype).removeprefix('torch.')}", lambda: torch.ones(size, dtype=dtype, device=device)
-    )
+    return edit.filled(1.0, size, values.dtype(x), like=x)
 
 
 def vector(weight: fx.Node, edit: Edit) -> fx.Node:

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import fx, nn
 
-from npu_fuse.passes.rewriter import Refused, Rewriter, inverse, physical_order
+from npu_fuse.passes.rewriter import Edit, Refused, Rewriter, inverse, physical_order
 from npu_fuse.runtime.ops import CONTRACTS
 from npu_fuse.runtime.ops.register import register
 from npu_fuse.runtime.target import Target
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -60,18 +61,18 @@ def test_a_constant_goes_with_the_edit_that_made_it() -> None:
     before = str(module.graph)
     sin = node(module, aten.sin.default)
     edits = rewriter(module)
-    with pytest.raises(Refused), edits.edit(sin, [sin]) as edit:
-        edit.constant("_ones", lambda: torch.ones(3))
-        raise Refused("not legal")
+    edit = Edit(edits, sin, [sin])
+    edit.constant("_ones", CPU, torch.ones(3).to)
+    edit.roll_back()
     assert str(module.graph) == before
-    assert not hasattr(module, "_ones")
+    assert not hasattr(module, "_ones_cpu")
     with edits.edit(sin, [sin]) as edit:
-        ones = edit.constant("_ones", lambda: torch.ones(3))
-        assert edit.constant("_ones", lambda: torch.zeros(3)) is ones
+        ones = edit.constant("_ones", CPU, torch.ones(3).to)
+        assert edit.constant("_ones", CPU, torch.zeros(3).to) is ones
         edit.replace(sin, edit.call(aten.add.Tensor, sin.args[0], ones))
-    with pytest.raises(Refused), edits.edit(ones, [ones]) as edit:
-        assert edit.constant("_ones", lambda: torch.zeros(3)) is ones  # another's, and it stays
-        raise Refused("not legal")
+    edit = Edit(edits, ones, [ones])
+    assert edit.constant("_ones", CPU, torch.zeros(3).to) is ones  # another's, and it stays
+    edit.roll_back()
     module.recompile()
     x = torch.randn(3)
     assert torch.equal(module(x), x + 1)
