@@ -210,7 +210,7 @@ def _call_v2(
         actual_seq_kvlen: the first version's actual_seq_lengths_kv.
         block_table: as the first version's.
         learnable_sink: bfloat16 [N], a score for each head that takes its part of the sum and has no value; for "TND"
-            and "NTD_TND" with a D of value of at most 128.
+            and "NTD_TND" with a D of value of at most 128, without return_softmax_lse.
         num_query_heads: the first version's num_heads.
         num_key_value_heads: as the first version's.
         softmax_scale: the first version's scale.

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from ..sizes import Size, known_equal, known_true, static_int
+from ..sizes import Size, known_equal, known_same_shape, known_true, static_int
 from .attention_call import (
     MAX_TOKENS,
     AttentionCall,
@@ -204,13 +204,15 @@ def _sink(call: AttentionCall) -> Iterator[str]:
         return
     if call.input_layout not in _SINK_LAYOUTS:
         yield f"learnable_sink is given (layouts {' and '.join(_SINK_LAYOUTS)} take it, not {call.input_layout})"
-    if call.sink.dtype != torch.bfloat16 or tuple(call.sink.shape) != (call.num_heads,):
+    if call.sink.dtype != torch.bfloat16 or not known_same_shape(call.sink.shape, (call.num_heads,)):
         yield (
             f"learnable_sink is {dtype_name(call.sink.dtype)} {shape_text(call.sink.shape)}"
             f" (the kernel takes bfloat16 [{call.num_heads}])"
         )
     if (static_int(call.value_head_dim) or 0) > _MAX_SINK_HEAD_DIM:
         yield f"head_dim of value is {call.value_head_dim} (with learnable_sink the kernel takes {_MAX_SINK_HEAD_DIM})"
+    if call.with_lse:
+        yield "return_softmax_lse is given with learnable_sink, and whether the sums count the sink is not documented"
 
 
 def doubtful(call: AttentionCall) -> Iterator[str]:

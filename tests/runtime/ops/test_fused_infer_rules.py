@@ -686,6 +686,11 @@ def test_what_the_kernel_takes_and_had_better_not_get(outside, reason, inside):
             ),
         ),
         (
+            in_version_2(packed(learnable_sink=zeros(4, dtype=BRAIN), softmax_lse_flag=True)),
+            "return_softmax_lse is given with learnable_sink, and whether the sums count the sink is not documented",
+            in_version_2(packed(softmax_lse_flag=True)),
+        ),
+        (
             in_version_2(packed((6, 4, 64), (9, 2, 64))),
             "head_dim is 64 and 64 of value (TND takes 128/128, 192/128 here)",
             in_version_2(packed((6, 4, 64), (9, 4, 64), num_key_value_heads=4)),
