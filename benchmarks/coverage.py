@@ -84,7 +84,12 @@ def measured(device: str, model: str, phases: Sequence[str], timeout: float) -> 
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
         process = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=timeout, env=environment
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=timeout,
+            env=environment,
         )
         output, ending = process.stdout, f"its process ended with status {process.returncode}"
     except subprocess.TimeoutExpired as expired:

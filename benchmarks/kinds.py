@@ -142,22 +142,6 @@ NOTES: tuple[Note, ...] = (
         " and have no weight",
     ),
     Note(
-        ("clip_vision_model", "qwen2_vl_vision"),
-        ("glu", "glu:sigmoid"),
-        "input * sigmoid(1.702 * input) (activations.py:123) is an activation; it gates nothing but itself",
-    ),
-    Note(
-        ("gpt_oss",),
-        ("glu", "glu:sigmoid"),
-        "(up + 1) * gate * sigmoid(gate * alpha) of clamped halves (modeling_gpt_oss.py:84-87) is a kind of its own,"
-        " clipped_swiglu",
-    ),
-    Note(
-        ("diffusers_cosmos", "diffusers_sd3"),
-        ("rms_norm", "norm_rope_chain", "norm_rope_chain:per_head"),
-        "where torch_npu is installed, diffusers calls torch_npu.npu_rms_norm itself (normalization.py:544-550)",
-    ),
-    Note(
         ("cohere2", "exaone4"),
         ("qkv:separate",),
         "the kind is a projection whose q and k are rotated; this model's global layers don't rotate them",
