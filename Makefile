@@ -2,7 +2,7 @@
 #
 #     make demo        compile Gemma 3 270M, compare it with eager
 #     make test        the tests, on the CPU and against the real torch_npu (no NPU needed)
-#     make coverage    how much of public models is recognised and fused (benchmarks/README.md; an hour)
+#     make coverage    how much of public models is recognised and fused (an hour; see benchmarks/README.md)
 #     make lint        ruff and strict mypy
 #     make clean       remove what these made
 
@@ -35,8 +35,8 @@ test: $(CPU)/.package $(NPU)/.package $(STUBS)/libcann_stub.so
 	$(WITH_STUBS) $(NPU)/bin/$(PYTEST) -n 2 tests/npu
 
 coverage: $(CPU)/.package $(NPU)/.package $(STUBS)/libcann_stub.so
-	$(CPU)/bin/python benchmarks/coverage.py run cpu
-	$(WITH_STUBS) $(NPU)/bin/python benchmarks/coverage.py run npu
+	$(CPU)/bin/python benchmarks/coverage.py run cpu $(ARGS)
+	$(WITH_STUBS) $(NPU)/bin/python benchmarks/coverage.py run npu $(ARGS)
 	$(CPU)/bin/python benchmarks/coverage.py table
 
 lint: $(CPU)/.package

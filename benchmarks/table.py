@@ -29,6 +29,10 @@ def print_tables(results: Results) -> int:
     for table in (per_model(results), totals(counted), beside_peers(results), differing(unequal), refusals(results)):
         if table.row_count:
             console.print(table)
+    for device, rows in results.items():
+        for row in rows:
+            for peer, why in row.get("peer_failures", {}).items():
+                console.print(f"{peer} failed: {row['model']} {row['phase']} on {device}: {why}", markup=False)
     left_out = ", ".join(f"{model} {phase}" for model, phase in sorted(READS_NUMBERS))
     console.print(f"Not run on the fake NPU, as their code reads numbers out of tensors between graphs: {left_out}.")
     errors = [f"{row['model']} {row['phase']} on {device}: {row['error']}" for device, row in failed(results)]
