@@ -6,16 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .facts import Facts
-from .formula import (
-    AtLeastZero,
-    Formula,
-    Zero,
-    at_least_zero,
-    at_most,
-    conjunction,
-    equal,
-    literals,
-)
+from .formula import AtLeastZero, Formula, Zero, at_least_zero, at_most, conjunction, equal, literals
 from .integers import Axis, Linear, Quotient, quotient
 
 

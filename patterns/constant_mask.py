@@ -72,7 +72,10 @@ def constant(mask: fx.Node) -> torch.Tensor | None:
     for node in cone.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
         on_cpu = {"device": "cpu"} if "device" in kwargs else {}
-        known[node] = node.target(*args, **{**kwargs, **on_cpu})  # type: ignore[operator]  # an op
+        try:
+            known[node] = node.target(*args, **{**kwargs, **on_cpu})  # type: ignore[operator]  # an op
+        except RuntimeError:
+            return None  # an op that has no kernel for the CPU
     result: torch.Tensor = known[mask]
     return result
 

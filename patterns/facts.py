@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .formula import And, AtLeastZero, Formula, Holds, Or, Zero, conjunction, equal, negation, tightened
+from .formula import And, AtLeastZero, Formula, Holds, Or, Zero, conjunction, negation, tightened
 from .integers import Atom, Axis, Entry, Length, Linear, Quotient, form
 
 # Masks need a few dozen steps and inequalities; what needs more is taken for not proven.
@@ -49,10 +49,6 @@ class Facts:
     def equivalent(self, a: Formula, b: Formula) -> bool:
         """Whether one formula is true exactly where the other is."""
         return self.refutes(conjunction(a, negation(b))) and self.refutes(conjunction(b, negation(a)))
-
-    def equal(self, a: Linear, b: Linear) -> bool:
-        """Whether both forms are always the same number."""
-        return self.proves(equal(a, b))
 
     def settled(self, formula: Formula) -> Formula:
         """True or False where the formula is known to be, else itself."""

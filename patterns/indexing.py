@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..runtime.sizes import Size, known_equal, static_int
+from ..runtime.sizes import Size, known_equal, known_true, static_int
 from . import values
 from .entries import POSITIONS, Entries, Index, OpRule, Value, broadcast, integer
 from .formula import at_least_zero, conjunction, less
@@ -77,32 +77,36 @@ def _wide(shape: Sequence[Size], index: Index) -> list[tuple[Size, Linear]]:
 
 def _unravelled(e: Entries, before: Sequence[Size], after: Sequence[tuple[Size, Linear]]) -> list[Linear] | None:
     """The index of a shape that stands for the same element as the index of another."""
-    place: list[Linear] = []
-    waiting = list(after)
-    for at, size in enumerate(before):
-        if not waiting or not known_equal(size, waiting[0][0]):
-            rest = _mixed(e, before[at:], waiting)
-            return None if rest is None else [*place, *rest]
-        place.append(waiting.pop(0)[1])
-    return None if waiting else place
+    left, waiting = list(before), list(after)
+    first: list[Linear] = []
+    last: list[Linear] = []
+    while left and waiting and known_equal(left[-1], waiting[-1][0]):
+        left.pop()
+        last.insert(0, waiting.pop()[1])
+    while left and waiting and known_equal(left[0], waiting[0][0]):
+        left.pop(0)
+        first.append(waiting.pop(0)[1])
+    between = _mixed(e, left, waiting) if left else []
+    return None if between is None else [*first, *between, *last]
 
 
 def _mixed(e: Entries, before: Sequence[Size], after: Sequence[tuple[Size, Linear]]) -> list[Linear] | None:
-    """As `_unravelled`, through the number of the element."""
-    sizes, others = [static_int(size) for size in before], [static_int(size) for size, _ in after]
+    """As `_unravelled`, through the number of the element; only the first axes may be of any size."""
     flat, stride = Linear(0), 1
-    for (_, at), size in zip(reversed(after), reversed(others), strict=True):
-        if size is None:
+    for at, (size, place) in reversed(list(enumerate(after))):
+        flat, known = flat + place * stride, static_int(size)
+        if known is None and at > 0:
             return None
-        flat, stride = flat + at * stride, stride * size
+        stride *= known or 0
     rest: list[Linear] = []
-    for size in reversed(sizes):
-        if size is None:
+    for size in reversed(before[1:]):
+        known = static_int(size)
+        if not known:
             return None
-        whole = _divided(e, flat, size)
-        rest.insert(0, flat - whole * size)
+        whole = _divided(e, flat, known)
+        rest.insert(0, flat - whole * known)
         flat = whole
-    return rest
+    return [flat, *rest]
 
 
 def _divided(e: Entries, dividend: Linear, divisor: int) -> Linear:
@@ -126,10 +130,12 @@ def _squeeze(e: Entries, node: fx.Node, index: Index) -> Value | None:
 
 def from_start(e: Entries, start: Any, size: Linear) -> Linear | None:
     """A start of a slice as a number that is at least zero; it is no more than the size where there is an entry."""
-    found = Linear(0) if start is None else integer(start)
+    value = start.meta.get("val") if isinstance(start, fx.Node) else start
+    found = Linear(0) if value is None else integer(value)
     if found is None:
         return None
-    if e.facts.proves(at_least_zero(found)):
+    guarded = isinstance(value, torch.SymInt) and known_true(value >= 0)
+    if guarded or e.facts.proves(at_least_zero(found)):
         return found
     from_end = conjunction(less(found, Linear(0)), at_least_zero(size + found))
     return size + found if e.facts.proves(from_end) else None

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..runtime.sizes import Size, known_equal, static_int
 from . import creation, elementwise, indexing, joining, values
@@ -24,7 +25,7 @@ from .constant_mask import band_of, constant
 from .entries import Entries
 from .facts import Facts
 from .formula import Formula, at_least_zero, disjunction, substituted
-from .integers import Linear, of_size
+from .integers import Entry, Linear, of_size
 from .visibility import Visibility, depends_on_batch_or_head, visibility
 
 _RULES = {**creation.RULES, **elementwise.RULES, **indexing.RULES, **joining.RULES}
@@ -78,6 +79,14 @@ class Mask:
     reason: str = ""
     lowest: bool = False
 
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The kind, and what calls show too: the offset of a cache is read at run time, and zero while it is empty."""
+        upper = self.visibility.band.upper if self.visibility is not None else None
+        is_read = upper is not None and any(isinstance(atom, Entry) for atom in upper.atoms())
+        empty: tuple[Kind, ...] = ("causal_static_cache",) if self.kind == "causal_offset" and is_read else ()
+        return frozenset((self.kind, *empty))
+
 
 NO_MASK = Mask("none", Visibility(every_query_sees_a_key=True))
 CAUSAL_FLAG = Mask("causal_flag", Visibility(Band(None, Linear(0)), every_query_sees_a_key=True))
@@ -116,8 +125,9 @@ def classify(mask: fx.Node, q_len: Size, kv_len: Size) -> Mask:
     batch, head = map(of_size, ((1,) * 4 + shape)[-4:-2])
     entries = Entries(_RULES, Facts())
     axes = Axes.of((batch, head, of_size(q_len), of_size(kv_len)), entries.facts)
-    found = _by_formula(mask, axes, entries)
-    return found if found.visibility is not None else _by_value(mask, axes, entries.facts) or found
+    with unset_fake_temporarily():  # constants are computed
+        found = _by_formula(mask, axes, entries)
+        return found if found.visibility is not None else _by_value(mask, axes, entries.facts) or found
 
 
 def _is_written(mask: fx.Node) -> bool:
@@ -150,11 +160,8 @@ def _by_formula(mask: fx.Node, axes: Axes, entries: Entries) -> Mask:
         elif number == torch.finfo(values.dtype(mask)).min:
             lowest = True
         elif number != -math.inf:
-            return _BIAS
+            return Mask("bias", reason=f"it adds {number or 'numbers that are not known'}, and not only 0 and -inf")
     return _of_formula(seen, axes, entries, lowest)
-
-
-_BIAS = Mask("bias", reason="it adds other numbers than 0 and those that hide a key")
 
 
 def _of_formula(visible: Formula, axes: Axes, entries: Entries, lowest: bool) -> Mask:
@@ -212,7 +219,7 @@ def _by_value(mask: fx.Node, axes: Axes, facts: Facts) -> Mask | None:
         least = torch.finfo(value.dtype).min
         lowest = bool((value == least).any())
         if not ((value == 0) | (value == least) | (value == -math.inf)).all():
-            return _BIAS
+            return None
         value = value == 0
     tables = value.expand(*value.shape[:-2], q_len, kv_len).reshape(-1, q_len, kv_len)
     if not (tables == tables[0]).all():

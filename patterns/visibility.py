@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 from torch import fx
@@ -22,7 +23,7 @@ class Padding:
     """Which keys are padding.
 
     Args:
-        node: a bool tensor [batch or 1, …, keys], axes of one between.
+        node: a bool tensor [keys], or [batch or 1, …, keys] with axes of one between.
         visible: what it says of a key that is seen.
     """
 
@@ -55,7 +56,7 @@ def visibility(visible: Formula, axes: Axes, entries: Entries) -> Visibility | s
     if facts.refutes(visible):
         return "no query sees a key"
     parts = [part for part in conjuncts(visible) if not facts.proves(part)]
-    segments = next(filter(None, (_segments(part, axes) for part in parts)), None)
+    segments = next(filter(None, (_segments(part, axes, entries) for part in parts)), None)
     if segments is not None:
         parts = _in_one_segment([part for part in parts if part != segments.part], segments, entries)
     of_data = conjunction(*(part for part in parts if _is_data(part)))
@@ -103,12 +104,14 @@ def _padding(of_data: Formula, axes: Axes, entries: Entries) -> Padding | None:
 
 def _is_by_key(node: fx.Node, index: Index, axes: Axes) -> bool:
     """Whether an entry of a bool tensor is that of batch and key, and of nothing else."""
-    if values.dtype(node) is not torch.bool or len(index) < 2:
+    if values.dtype(node) is not torch.bool:
         return False
-    between = (Linear(0),) * (len(index) - 2)
     sizes = tuple(map(of_size, values.shape(node)))
+    if (index, sizes) == ((axes.key,), (axes.kv_len,)):
+        return True
+    between = len(index) - 2
     return (index, sizes) in [
-        ((batch, *between, axes.key), (length, *(Linear(1) for _ in between), axes.kv_len))
+        ((batch, *[Linear(0)] * between, axes.key), (length, *[Linear(1)] * between, axes.kv_len))
         for batch, length in _batches(axes)
     ]
 
@@ -123,28 +126,37 @@ def _batches(axes: Axes) -> tuple[tuple[Linear, Linear], tuple[Linear, Linear]]:
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """The part of a formula that says that query and key are in one segment."""
+    """The part of a formula that says that query and key are in one segment.
+
+    Args:
+        part: it.
+        node: the tensor of segments, as long as the mask.
+        query, key: what is read of it, perhaps as entries of a longer one.
+    """
 
     part: Formula
     node: fx.Node
-    query: Index
-    key: Index
+    query: Entry
+    key: Entry
 
 
-def _segments(part: Formula, axes: Axes) -> _Segments | None:
-    """Reads `node[batch, query] == node[batch, key]`."""
+def _segments(part: Formula, axes: Axes, entries: Entries) -> _Segments | None:
+    """Reads `segments[batch, query] == segments[batch, key]`."""
     if not isinstance(part, Zero) or part.form.constant or [c for _, c in part.form.terms] != [1, -1]:
         return None
-    (first, _), (second, _) = part.form.terms
-    if not isinstance(first, Entry) or not isinstance(second, Entry) or first.node is not second.node:
+    if axes.q_len != axes.kv_len:
         return None
-    of_query, of_key = ((*first.index[:-1], at) for at in (axes.query, axes.key))
-    if {first.index, second.index} != {of_query, of_key} or axes.q_len != axes.kv_len:
-        return None
-    sizes = tuple(map(of_size, values.shape(first.node)))
-    known: list[tuple[Index, Index]] = [((axes.query,), (axes.q_len,))]
-    known += [((batch, axes.query), (length, axes.q_len)) for batch, length in _batches(axes)]
-    return _Segments(part, first.node, of_query, of_key) if (of_query, sizes) in known else None
+    places: list[tuple[Index, Index]] = [((axes.query,), (axes.q_len,))]
+    places += [((batch, axes.query), (length, axes.q_len)) for batch, length in _batches(axes)]
+    for node, index in list(entries.known):
+        if (index, tuple(map(of_size, values.shape(node)))) not in places:
+            continue
+        read = tuple(entries.at(node, (*index[:-1], at)) for at in (axes.query, axes.key))
+        for (query, _), (key, _) in permutations(part.form.terms):
+            is_read = read == (((True, form(query)),), ((True, form(key)),))
+            if is_read and isinstance(query, Entry) and isinstance(key, Entry):
+                return _Segments(part, node, query, key)
+    return None
 
 
 def _in_one_segment(parts: Sequence[Formula], segments: _Segments, entries: Entries) -> list[Formula]:
@@ -153,24 +165,24 @@ def _in_one_segment(parts: Sequence[Formula], segments: _Segments, entries: Entr
     A packed sequence starts where a position is not the one before it plus one; segments count those starts. So between
     two tokens of one segment positions rise by one a token: `positions[key] = positions[query] + key - query`.
     """
-    positions = _counted_positions(segments, entries)
+    positions = _counted_positions(segments.query, entries)
     if positions is None:
         return list(parts)
-    of_query, of_key = (Entry(positions, index) for index in (segments.query, segments.key))
-    apart = segments.key[-1] - segments.query[-1]
+    of_query, of_key = (Entry(positions, entry.index) for entry in (segments.query, segments.key))
+    apart = segments.key.index[-1] - segments.query.index[-1]
     return [substituted(part, {of_key: form(of_query) + apart}) for part in parts]
 
 
-def _counted_positions(segments: _Segments, entries: Entries) -> fx.Node | None:
+def _counted_positions(segment: Entry, entries: Entries) -> fx.Node | None:
     """The positions whose jumps a tensor of segments counts: `cumsum(positions[k] != positions[k - 1] + 1)`."""
-    source = segments.node.args[0] if segments.node.target is aten.cumsum.default else None
+    source = segment.node.args[0] if segment.node.target is aten.cumsum.default else None
     if not isinstance(source, fx.Node) or values.dtype(source) is not torch.bool:
         return None
-    *batch, _ = segments.query
-    if segments.node.args[1] not in (-1, len(batch)):
+    *batch, _ = segment.index
+    if segment.node.args[1] not in (-1, len(batch)):
         return None
     length = of_size(values.shape(source)[-1])
-    before = entries.facts.axis(f"before_{segments.node.name}", length - 1)
+    before = entries.facts.axis(f"before_{segment.node.name}", length - 1)
     continues = negation(entries.truth(source, (*batch, before + 1)))
     if not isinstance(continues, Zero) or len(continues.form.terms) != 2:
         return None
