@@ -41,7 +41,7 @@ def _arithmetic(operands: int, of: Callable[..., Number | Cases]) -> OpRule:
     def rule(e: Entries, node: fx.Node, index: Index) -> Value | None:
         if node.kwargs.get("alpha", 1) != 1 or len(node.args) != operands or values.dtype(node) is torch.bool:
             return None
-        on_positions = values.dtype(node) in POSITIONS
+        on_positions = values.dtype(node) in POSITIONS and all(map(_in_range, node.args))
 
         def result(*numbers: Number) -> Number | Cases:
             return of(*numbers) if on_positions and _are_linear(*numbers) else _by_torch(node, numbers)
@@ -105,8 +105,11 @@ def _cast(e: Entries, node: fx.Node, index: Index) -> Value | None:
     return known(node, typed(e, e.cases(source, index), dtype))
 
 
-def _tensors(node: fx.Node) -> list[fx.Node]:
-    return [source for source in node.all_input_nodes if values.tensor(source) is not None]
+def _in_range(argument: object) -> bool:
+    """Whether an operand is the integer that it says: a number that a tensor's type can't hold wraps around in it."""
+    if isinstance(argument, int):
+        return abs(argument) < 1 << 31
+    return values.tensor(argument) is None or values.dtype(argument) in {*POSITIONS, torch.bool}  # type: ignore[arg-type]
 
 
 # Truth -----------------------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 def _comparison(of: Callable[..., Formula]) -> OpRule:
     def rule(e: Entries, node: fx.Node, index: Index) -> Value | None:
-        unbounded = all(values.dtype(source) in {*POSITIONS, torch.bool} for source in _tensors(node))
+        unbounded = all(map(_in_range, node.args))
 
         def holds(*numbers: Number) -> Formula | None:
             if unbounded and _are_linear(*numbers):

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from helpers import compiled
 from npu_fuse.patterns.band import Band
+from npu_fuse.patterns.constant_mask import constant
 from npu_fuse.patterns.integers import Linear
 from npu_fuse.patterns.mask import CAUSAL_FLAG, NO_MASK, Masks, classify
 from tiny_models import SIZES, build, prompt
@@ -101,6 +102,9 @@ MOVED: dict[str, Spelling] = {
     "looked up by negative places": lambda q, k: top_left(q, k)[:, torch.arange(k) - k],
     "looked up with an axis between": lambda q, k: (
         top_left(q, k)[:, None, :].expand(q, 2, k)[torch.arange(q)[:, None], :, torch.arange(k)][..., 1]
+    ),
+    "looked up with an axis between, behind one": lambda q, k: (
+        top_left(q, k)[None, :, None, :].expand(3, q, 2, k)[:, torch.arange(q)[:, None], :, torch.arange(k)][..., 2, 1]
     ),
     "looked up beside": lambda q, k: top_left(q, k)[None].expand(2, q, k)[:, torch.arange(q)[:, None], torch.arange(k)],
     "index_select": lambda q, k: top_left(q, k).index_select(0, torch.arange(q)).index_select(-1, torch.arange(k)),
@@ -192,6 +196,38 @@ def test_what_positions_see(case, dynamic):
     assert not mask.found.visibility.every_query_sees_a_key or mask.table.any(-1).all()
 
 
+# Of a fixed shape, and made by ops that are not looked into.
+CONSTANTS: dict[str, tuple[Spelling, str]] = {
+    "rolled there and back": (lambda q, k: top_left(q, k).roll(2, 0).roll(-2, 0), "causal"),
+    "put in place": (
+        lambda q, k: ones(q, k).int().index_put_(tuple(torch.triu_indices(q, k, 1)), torch.tensor(0).int()) > 0,
+        "causal",
+    ),
+    "sorted": (lambda q, k: top_left(q, k).int().sort(-1).values.flip(-1) > 0, "causal"),
+    "of blocks": (lambda q, k: torch.block_diag(torch.ones(2, 3), torch.ones(4, 3)) > 0, "other"),
+    "of floats that are rounded": (lambda q, k: (rows(q) * 0.1).exp() >= (columns(k) * 0.1).exp(), "other"),
+}
+
+
+@pytest.mark.parametrize("case", CONSTANTS.values(), ids=CONSTANTS)
+def test_a_constant_is_looked_at(case):
+    spelling, kind = case
+    mask = analysed(spelling, 6, 6)
+    assert mask.found.kind == kind
+    if kind == "causal":
+        assert torch.equal(mask.described(), mask.table)
+        assert mask.found.visibility.every_query_sees_a_key
+
+
+def test_what_is_not_initialised_is_no_constant():
+    def attention(q: Tensor) -> Tensor:
+        mask = torch.empty(6, 6, dtype=torch.bool)
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    (node,) = attentions(compiled(attention, torch.randn(2, 2, 6, 4)).before.graph)
+    assert constant(node.args[3]) is None
+
+
 # Nearly causal; and some that are of no kind at all.
 NEARLY: dict[str, Spelling] = {
     "j < i": lambda q, k: columns(k) < rows(q),
@@ -272,6 +308,25 @@ def test_padding_of_each_is_a_tensor_of_keys(case, dynamic):
     assert mask.found.visibility.padding is not None
     assert not mask.found.visibility.every_query_sees_a_key
     assert torch.equal(mask.described(), mask.table)
+
+
+NARROW: dict[str, tuple[Spelling, Tensor]] = {
+    "-1 is 255": (lambda q, k, kept: (kept != -1)[:, None, None, :], torch.tensor([[255, 0, 1, 2, 3, 4]] * 2).byte()),
+    "256 is 0": (lambda q, k, kept: (kept < 256)[:, None, None, :], torch.tensor([[255, 0, 1, 2, 3, 4]] * 2).byte()),
+    "2 ** 31 is negative": (lambda q, k, kept: (columns(k).int() < 2**31) & kept[:, None, None, :], KEPT.bool()),
+    "100 + 100 is negative": (
+        lambda q, k, kept: ((columns(k) >= 0).char() * 100 + 100 > 0) & kept[:, None, None, :], KEPT.bool(),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NARROW.values(), ids=NARROW)
+def test_narrow_integers_wrap_around(case):
+    spelling, kept = case
+    mask = analysed(spelling, 6, 6, kept)
+    assert mask.found.kind != "all_true"
+    assert mask.found.visibility is None or torch.equal(mask.described(), mask.table)
+    assert mask.found.visibility is not None or mask.found.reason
 
 
 def test_padding_that_all_share_is_of_keys():
@@ -493,7 +548,8 @@ MODELS = {
 
 @pytest.mark.parametrize(("model_type", "phase"), MODELS, ids=map(" ".join, MODELS))
 def test_masks_of_models(model_type, phase):
-    model = build(model_type, sliding_window=8) if model_type == "mistral" else build(model_type)
+    sizes = {"sliding_window": 8} if model_type == "mistral" else {}
+    model = build(model_type, num_hidden_layers=1, **sizes)
     masks = masks_of(model, phase, dynamic=False)
     assert masks
     for mask in masks:
@@ -504,7 +560,7 @@ def test_masks_of_models(model_type, phase):
 
 @pytest.mark.parametrize("phase", ["prefill", "padded", "positions", "static decode"])
 def test_masks_of_models_of_any_size(phase):
-    for mask in masks_of(build("llama"), phase, dynamic=True):
+    for mask in masks_of(build("llama", num_hidden_layers=1), phase, dynamic=True):
         assert mask.found.kind == MODELS["llama", phase]
         assert mask.found.visibility is not None, mask.found.reason
         assert torch.equal(mask.described(), mask.table)
