@@ -18,15 +18,16 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..runtime.sizes import Size, known_equal, static_int
-from . import creation, elementwise, indexing, joining, values
-from .band import Axes, Band
+from . import values
 from .cone import walk
-from .constant_mask import band_of, constant
-from .entries import Entries
-from .facts import Facts
-from .formula import Formula, at_least_zero, disjunction, substituted
-from .integers import Entry, Linear, of_size
-from .visibility import Visibility, depends_on_batch_or_head, visibility
+from .masks import creation, elementwise, indexing, joining
+from .masks.band import Axes, Band
+from .masks.constant_mask import band_of, constant
+from .masks.entries import Entries
+from .masks.facts import Facts
+from .masks.formula import Formula, at_least_zero, disjunction, substituted
+from .masks.integers import Entry, Linear, of_size
+from .masks.visibility import Visibility, depends_on_batch_or_head, visibility
 
 _RULES = {**creation.RULES, **elementwise.RULES, **indexing.RULES, **joining.RULES}
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from helpers import Compiled, compiled
 from npu_fuse.passes.preserve import restore
-from npu_fuse.patterns.integers import Entry, Length, Linear, Quotient
 from npu_fuse.patterns.mask import Mask, classify
+from npu_fuse.patterns.masks.integers import Entry, Length, Linear, Quotient
 
 Tensor = torch.Tensor
 

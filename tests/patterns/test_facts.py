@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_fuse.patterns.facts import Facts
-from npu_fuse.patterns.formula import (
+from npu_fuse.patterns.masks.facts import Facts
+from npu_fuse.patterns.masks.formula import (
     And,
     AtLeastZero,
     Formula,
@@ -22,7 +22,7 @@ from npu_fuse.patterns.formula import (
     negation,
     zero,
 )
-from npu_fuse.patterns.integers import Axis, Linear, Quotient, form, quotient
+from npu_fuse.patterns.masks.integers import Axis, Linear, Quotient, form, quotient
 
 SIZES = {"i": 4, "j": 5}
 QUERY, KEY = form(Axis("i")), form(Axis("j"))

@@ -13,10 +13,10 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from helpers import compiled
-from npu_fuse.patterns.band import Band
-from npu_fuse.patterns.constant_mask import constant
-from npu_fuse.patterns.integers import Linear
 from npu_fuse.patterns.mask import CAUSAL_FLAG, NO_MASK, Masks, classify
+from npu_fuse.patterns.masks.band import Band
+from npu_fuse.patterns.masks.constant_mask import constant
+from npu_fuse.patterns.masks.integers import Linear
 from tiny_models import SIZES, build, prompt
 
 Tensor = torch.Tensor

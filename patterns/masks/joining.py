@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import values
+from .. import values
 from .entries import Entries, Index, OpRule, Value
 from .formula import Formula, at_most, conjunction, equal, less, negation
 from .indexing import from_start, given, replaced, source_of

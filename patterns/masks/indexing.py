@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..runtime.sizes import Size, known_equal, known_true, static_int
-from . import values
+from ...runtime.sizes import Size, known_equal, known_true, static_int
+from .. import values
 from .entries import POSITIONS, Entries, Index, OpRule, Value, broadcast, integer
 from .formula import at_least_zero, conjunction, less
 from .integers import Linear, of_size, quotient

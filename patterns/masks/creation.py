@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import values
+from .. import values
 from .elementwise import choice, product
 from .entries import POSITIONS, Entries, Index, OpRule, Value, constant, integer, known, number, typed
 from .integers import Linear

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..runtime.sizes import known_equal, static_int
-from . import values
+from ...runtime.sizes import known_equal, static_int
+from .. import values
 from .facts import Facts
 from .formula import Formula, Holds, conjunction, disjunction, negation, zero
 from .integers import Entry, Linear, form, of_size

@@ -9,7 +9,7 @@ from itertools import permutations
 import torch
 from torch import fx
 
-from . import values
+from .. import values
 from .band import EVERYTHING, Axes, Band, banded, chunked, never_empty
 from .entries import Entries, Index
 from .formula import Formula, Holds, Zero, atoms, conjunction, conjuncts, literals, negation, substituted

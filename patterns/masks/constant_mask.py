@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..runtime.sizes import static_int
-from . import values
+from ...runtime.sizes import static_int
+from .. import values
+from ..canonical import is_functional
+from ..cone import walk
+from ..movement import is_movement
 from .band import Band
-from .canonical import is_functional
-from .cone import walk
 from .creation import lifted
 from .integers import Linear
-from .movement import is_movement
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import values
+from .. import values
 from .entries import POSITIONS, Cases, Entries, Index, Number, OpRule, Value, constant, integer, known, number, typed
 from .formula import Formula, at_most, conjunction, disjunction, either, equal, less, negation
 from .integers import Linear, quotient

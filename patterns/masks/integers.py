@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-from ..runtime.sizes import Size
+from ...runtime.sizes import Size
 
 
 @dataclass(frozen=True, slots=True)
