@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from .causal_conv1d import CAUSAL_CONV1D, NPU_CAUSAL_CONV1D
 from .clipped_swiglu import NPU_CLIPPED_SWIGLU
 from .contract import OpContract
 from .fused_infer_attention_score import NPU_FUSED_INFER_ATTENTION_SCORE, NPU_FUSED_INFER_ATTENTION_SCORE_V2
@@ -66,6 +67,8 @@ _ALL = (
     NPU_PROMPT_FLASH_ATTENTION,
     NPU_FUSION_ATTENTION_V3,
     NPU_SCATTER_PA_KV_CACHE,
+    CAUSAL_CONV1D,
+    NPU_CAUSAL_CONV1D,
 )
 
 CONTRACTS: Mapping[str, OpContract] = MappingProxyType({contract.name: contract for contract in _ALL})

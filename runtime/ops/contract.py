@@ -62,6 +62,12 @@ class OpContract:
         return overload
 
     @property
+    def undeclared(self) -> tuple[str, ...]:
+        """Those of `mutates` that the schema doesn't declare to be written."""
+        declared = {argument.name for argument in self.parsed_schema.arguments if argument.is_write}
+        return tuple(name for name in self.mutates if name not in declared)
+
+    @property
     def parsed_schema(self) -> torch.FunctionSchema:
         """`schema` with its namespace, parsed."""
         return _parse(f"{self.namespace}::{self.schema}")

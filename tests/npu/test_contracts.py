@@ -10,7 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from npu_fuse.runtime.ops import CONTRACTS, OpContract
 from npu_fuse.runtime.target import Target
 
-NPU_CONTRACTS = {name: contract for name, contract in CONTRACTS.items() if contract.namespace == "npu"}
+# Of one namespace with torch_npu's, but of another package.
+SGL_KERNEL_OPS = {"npu::causal_conv1d"}
+
+NPU_CONTRACTS = {
+    name: contract for name, contract in CONTRACTS.items() if contract.namespace == "npu" and name not in SGL_KERNEL_OPS
+}
 
 # Asked while tests are collected: later, tests of the backend may have registered kernels of ours.
 HAVE_THEIR_META = {name for name in NPU_CONTRACTS if torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta")}
