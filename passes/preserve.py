@@ -6,29 +6,32 @@ model called. So a CPU and an NPU give the same graph, and one rule sees both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..patterns.preserved import ORIGINALS, original
+
 aten = torch.ops.aten
 
 _SCHEMAS = {
     "linear": "linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
+    "matmul": "matmul(Tensor self, Tensor other) -> Tensor",
     "scaled_dot_product_attention": (
         "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
         "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor"
     ),
 }
-_ORIGINALS: dict[str, Callable[..., torch.Tensor]] = {
-    "linear": torch.nn.functional.linear,
-    "scaled_dot_product_attention": torch.nn.functional.scaled_dot_product_attention,
-}
 _CALLED_AS: dict[Any, str] = {
     torch.nn.functional.linear: "linear",
     aten.linear.default: "linear",
+    torch.matmul: "matmul",
+    operator.matmul: "matmul",
+    aten.matmul.default: "matmul",
+    "matmul": "matmul",
     torch.nn.functional.scaled_dot_product_attention: "scaled_dot_product_attention",
     aten.scaled_dot_product_attention.default: "scaled_dot_product_attention",
 }
@@ -40,7 +43,7 @@ def _library() -> torch.library.Library:
     library = torch.library.Library("npu_fuse", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's own
     for name, schema in _SCHEMAS.items():
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]  # torch's own
-        torch.library.register_fake(f"npu_fuse::{name}", _ORIGINALS[name], lib=library)
+        torch.library.register_fake(f"npu_fuse::{name}", ORIGINALS[name], lib=library)
     return library
 
 
@@ -57,8 +60,9 @@ def preserve(module: fx.GraphModule) -> fx.GraphModule:
     if torch._C._is_any_autocast_enabled() or any(_enters_autocast(node) for node in graph.nodes):
         return copy
     for node in graph.nodes:
-        name = _CALLED_AS.get(node.target) if node.op == "call_function" else None
-        if name is not None and not _is_random(node):
+        name = _CALLED_AS.get(node.target) if node.op in ("call_function", "call_method") else None
+        if name is not None and "out" not in node.kwargs and not _is_random(node):
+            node.op = "call_function"
             node.target = getattr(torch.ops.npu_fuse, name).default
     copy.recompile()
     return copy
@@ -76,6 +80,5 @@ def _is_random(node: fx.Node) -> bool:
 
 def restore(graph: fx.Graph) -> None:
     """Puts back the ops of the model where no fusion has taken them."""
-    originals = {getattr(torch.ops.npu_fuse, name).default: getattr(aten, name).default for name in _SCHEMAS}
     for node in graph.nodes:
-        node.target = originals.get(node.target, node.target)
+        node.target = original(node.target)

@@ -10,6 +10,7 @@ from torch import fx
 
 from . import values
 from .movement import ROW_MAJOR_VIEWS, source
+from .preserved import original
 
 aten = torch.ops.aten
 
@@ -24,22 +25,26 @@ class Linear:
     bias: fx.Node | None
 
 
-PRESERVED = "npu_fuse.linear.default"  # what passes/preserve makes of F.linear
+
+def is_matmul(node: fx.Node) -> bool:
+    """True for a product of matrices, of any batch."""
+    return original(node.target) in (aten.matmul.default, aten.bmm.default)
 
 
 def linear(node: fx.Node) -> Linear | None:
     """Reads a node as a linear projection, else None."""
     if node.target in ROW_MAJOR_VIEWS:
         return _unflattened(node)
-    if str(node.target) == PRESERVED or node.target is aten.linear.default:
+    op = original(node.target)
+    if op is aten.linear.default:
         x, weight = node.args[:2]
         bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
         return _linear(node, x, weight, bias)
-    if node.target in (aten.mm.default, aten.matmul.default):
+    if op in (aten.mm.default, aten.matmul.default):
         return _linear(node, node.args[0], _transposed(node.args[1]), None)
-    if node.target is aten.bmm.default:
+    if op is aten.bmm.default:
         return _linear(node, _unexpanded(node.args[0], 3), _transposed(_unexpanded(node.args[1], 2)), None)
-    if node.target is aten.addmm.default and not node.kwargs:
+    if op is aten.addmm.default and not node.kwargs:
         return _linear(node, node.args[1], _transposed(node.args[2]), node.args[0])
     return None
 

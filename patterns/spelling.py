@@ -17,6 +17,7 @@ from torch import fx
 
 from . import values
 from .canonical import Canonicaliser, is_functional
+from .preserved import original
 
 aten = torch.ops.aten
 
@@ -114,7 +115,7 @@ def spell(root: fx.Node, inputs: Mapping[str, fx.Node], c: Canonicaliser) -> Spe
     steps = []
     for node in order:
         args, kwargs = (_stored(value, slots, c) for value in (tuple(node.args), dict(node.kwargs)))
-        steps.append(Step(node.target, args, kwargs))  # type: ignore[arg-type]  # a call_function's target is callable
+        steps.append(Step(original(node.target), args, kwargs))
         slots[c.numbers[node]] = Slot(len(inputs) + len(steps) - 1)
     shapes = tuple(tuple(map(_stored_size, values.shape(node))) for node in inputs.values())
     return Spelling(tuple(inputs), shapes, tuple(steps))

@@ -14,6 +14,7 @@ from torch import fx
 
 from . import values
 from .canonical import Canonicaliser
+from .linear import is_matmul
 from .match import Findings, Match, Miss
 from .movement import Sizes, is_movement, layout, source, trace
 from .spelling import Spelling, spell
@@ -68,8 +69,8 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
 
 
 def _is_batched_matmul(node: fx.Node) -> bool:
-    """True for [B, M, K] times [B, K, N]; an NPU keeps `matmul` whole, which a CPU takes apart."""
-    if node.target not in (aten.bmm.default, aten.matmul.default) or not values.is_float(node):
+    """True for [B, M, K] times [B, K, N]."""
+    if not is_matmul(node) or not values.is_float(node):
         return False
     shapes = [values.shape(operand) for operand in node.args if isinstance(operand, fx.Node)]
     return len(shapes) == 2 and all(len(s) == 3 for s in shapes) and values.same_shape(shapes[0][:1], shapes[1][:1])

@@ -29,6 +29,17 @@ def test_linear_and_attention_are_whole_for_recognition_and_restored_to_run() ->
         assert torch.equal(found.output, model(x))
 
 
+def test_every_way_to_call_matmul_is_one_op() -> None:
+    def model(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(a, b) + (a @ b) + a.matmul(b) + torch.ops.aten.matmul(a, b)
+
+    a, b = torch.randn(2, 3, 4, 5), torch.randn(5, 6)
+    found = compiled(model, a, b)
+    assert [str(node.target) for node in found.before.graph.nodes].count("npu_fuse.matmul.default") == 4
+    assert found.targets().count("aten.matmul.default") == 4
+    assert torch.equal(found.output, model(a, b))
+
+
 def test_dropout_in_attention_draws_the_numbers_that_eager_draws() -> None:
     def model(q: torch.Tensor) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
