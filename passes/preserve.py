@@ -7,6 +7,7 @@ model called. So a CPU and an NPU give the same graph, and one rule sees both.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -25,15 +26,14 @@ _SCHEMAS = {
         "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor"
     ),
 }
-_CALLED_AS: dict[Any, str] = {
+_CALLED_AS: Mapping[Any, str] = {
     torch.nn.functional.linear: "linear",
-    aten.linear.default: "linear",
     torch.matmul: "matmul",
     operator.matmul: "matmul",
-    aten.matmul.default: "matmul",
-    "matmul": "matmul",
+    "matmul": "matmul",  # a method
     torch.nn.functional.scaled_dot_product_attention: "scaled_dot_product_attention",
-    aten.scaled_dot_product_attention.default: "scaled_dot_product_attention",
+    **{op: name for name, op in ORIGINALS.items()},
+    **{op.overloadpacket: name for name, op in ORIGINALS.items()},
 }
 
 
