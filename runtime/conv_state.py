@@ -3,8 +3,8 @@
 Frameworks keep states as [slots, dim, state_len] and read the last width - 1 columns; the kernel wants a contiguous
 [slots, rows, dim] and reads the first width - 1 rows. So the logical shape stays, and channels lie side by side in
 memory: then the transposed view is the pool. Where a state has more columns than are read (transformers keeps width of
-them), the pool starts that many rows later, and ends in the next slot, where the kernel touches nothing; behind the last
-slot there is memory to spare for that.
+them), the pool starts that many rows later, and ends in the next slot, where the kernel touches nothing. Behind the
+last slot there is memory to spare for that.
 
     memory   a0 a1 a2 a3 | b0 b1 b2 b3 | - - - -      a0: the oldest token of slot a, all channels
     states   [a0 a1 a2 a3] [b0 b1 b2 b3]

@@ -29,7 +29,7 @@ class OpContract:
             schema's names with defaults filled in; tensors may be fake, with symbolic sizes. Installs no guards.
         socs: where the kernel exists.
         source: the package, version and label of what is written here.
-        mutates: names of the arguments that the kernel writes.
+        mutates: names of the arguments that the kernel writes, also where the schema does not say so.
         device_kernel: what runs on the NPU, for an op that no package registers.
     """
 
@@ -60,12 +60,6 @@ class OpContract:
             raise RuntimeError(f"{self.name} is not registered; call npu_fuse.runtime.ops.register.register first")
         overload: torch._ops.OpOverload = packet.default
         return overload
-
-    @property
-    def undeclared(self) -> tuple[str, ...]:
-        """Those of `mutates` that the schema doesn't declare to be written."""
-        declared = {argument.name for argument in self.parsed_schema.arguments if argument.is_write}
-        return tuple(name for name in self.mutates if name not in declared)
 
     @property
     def parsed_schema(self) -> torch.FunctionSchema:
