@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..runtime.effects import writes
 from ..runtime.sizes import static_int
 from . import values
+from .functional import is_functional
+from .mask import Masks
 from .term import Call, Product, Sum, Term, TermPool
 
 aten = torch.ops.aten
@@ -28,6 +31,7 @@ class Canonicaliser:
         terms: the term of each node: equal for values that are equal but for rounding and for axes of one in front.
         numbers: the number of each node: equal only for nodes that compute the same value by the same ops, bit for bit.
         cuts: by number, what `tables` has found out of a value; it is costly, and all layers ask for the same.
+        masks: the masks of the graph, likewise.
     """
 
     def __init__(self, pool: TermPool) -> None:
@@ -35,6 +39,7 @@ class Canonicaliser:
         self.terms: dict[fx.Node, Term] = {}
         self.numbers: dict[fx.Node, int] = {}
         self.cuts: dict[int, object] = {}
+        self.masks = Masks(self.numbers)
         self._known: dict[Hashable, int] = {}
 
     def visit(self, node: fx.Node) -> Term:
@@ -46,17 +51,14 @@ class Canonicaliser:
 
     def _forget_written(self, node: fx.Node) -> None:
         """After a write into a tensor, whatever shares its storage is another value than before."""
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.is_mutable:
+        names = writes(node.target)
+        if not names:
             return
-        given = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
-        written = {
-            _storage(given[argument.name])
-            for argument in schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
-        }
+        arguments = node.target._schema.arguments  # type: ignore[union-attr]  # what writes is an op
+        given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
+        written = {storage for name in names for storage in _storages(given.get(name))}
         for other in self.terms:
-            if _storage(other) in written - {None}:
+            if written & _storages(other):
                 self.terms[other] = self.pool.call("written", self.pool.leaf(node), self.pool.leaf(other))
                 self.numbers[other] = self._known.setdefault((node, other), len(self._known))
 
@@ -86,24 +88,12 @@ class Canonicaliser:
         return self.pool.call(str(node.target), self.numbers[node])
 
 
-def _storage(value: object) -> int | None:
-    """What identifies the storage of a node's fake tensor."""
+def _storages(value: object) -> frozenset[int]:
+    """What identifies the storages of fake tensors: of a node, or of a list of nodes."""
+    if isinstance(value, (list, tuple)):
+        return frozenset().union(*map(_storages, value))
     tensor = values.tensor(value)
-    return None if tensor is None else tensor.untyped_storage()._cdata
-
-
-def is_functional(node: fx.Node) -> bool:
-    """True where equal arguments mean equal results and nothing else happens: judged by the op's schema."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return node.target in (getattr, *_PYTHON_FUNCTIONS)
-    tags = getattr(node.target, "tags", ())
-    return not schema.is_mutable and torch.Tag.nondeterministic_seeded not in tags
-
-
-_PYTHON_FUNCTIONS = frozenset(
-    {operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg}
-)
+    return frozenset() if tensor is None else frozenset({tensor.untyped_storage()._cdata})
 
 
 def _hashable(value: object, numbers: Mapping[fx.Node, int]) -> Hashable:

@@ -9,6 +9,7 @@ assumed.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
@@ -25,7 +26,7 @@ from .masks.band import Axes, Band
 from .masks.constant_mask import band_of, constant
 from .masks.entries import Entries
 from .masks.facts import Facts
-from .masks.formula import Formula, at_least_zero, disjunction, substituted
+from .masks.formula import Formula, at_least_zero, disjunction, negation, substituted
 from .masks.integers import Entry, Linear, of_size
 from .masks.visibility import Visibility, depends_on_batch_or_head, visibility
 
@@ -94,26 +95,32 @@ CAUSAL_FLAG = Mask("causal_flag", Visibility(Band(None, Linear(0)), every_query_
 
 
 class Masks:
-    """The masks of one graph, each analysed once however many layers share it."""
+    """The masks of one graph, each analysed once however many layers share it.
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[fx.Node, Linear, Linear], Mask] = {}
+    Args:
+        numbers: equal for nodes of equal value; masks that each layer works out anew are one mask.
+    """
 
-    def of(self, mask: fx.Node, q_len: Size, kv_len: Size) -> Mask:
-        """What kind of mask a node is, for so many queries and keys."""
-        key = (mask, of_size(q_len), of_size(kv_len))
+    def __init__(self, numbers: Mapping[fx.Node, int]) -> None:
+        self._numbers = numbers
+        self._known: dict[tuple[int, Linear, Linear, bool], Mask] = {}
+
+    def of(self, mask: fx.Node, q_len: Size, kv_len: Size, *, hides: bool = False) -> Mask:
+        """What kind of mask a node is, for so many queries and keys. See `classify`."""
+        key = (self._numbers[mask], of_size(q_len), of_size(kv_len), hides)
         if key not in self._known:
-            self._known[key] = classify(mask, q_len, kv_len)
+            self._known[key] = classify(mask, q_len, kv_len, hides=hides)
         return self._known[key]
 
 
-def classify(mask: fx.Node, q_len: Size, kv_len: Size) -> Mask:
+def classify(mask: fx.Node, q_len: Size, kv_len: Size, *, hides: bool = False) -> Mask:
     """Works out what kind of mask a tensor is. No guard is installed, and the graph is not touched.
 
     Args:
         mask: bool (True: seen) or float (added to the scores), broadcasts to [batch, heads, q_len, kv_len].
         q_len: number of queries.
         kv_len: number of keys.
+        hides: whether True hides a key, in a bool mask.
     """
     shape = values.shape(mask)
     if len(shape) > 4:
@@ -127,8 +134,8 @@ def classify(mask: fx.Node, q_len: Size, kv_len: Size) -> Mask:
     entries = Entries(_RULES, Facts())
     axes = Axes.of((batch, head, of_size(q_len), of_size(kv_len)), entries.facts)
     with unset_fake_temporarily():  # constants are computed
-        found = _by_formula(mask, axes, entries)
-        return found if found.visibility is not None else _by_value(mask, axes, entries.facts) or found
+        found = _by_formula(mask, axes, entries, hides)
+        return found if found.visibility is not None else _by_value(mask, axes, entries.facts, hides) or found
 
 
 def _is_written(mask: fx.Node) -> bool:
@@ -149,10 +156,11 @@ def _storage(node: fx.Node) -> int | None:
     return None if tensor is None else tensor.untyped_storage()._cdata
 
 
-def _by_formula(mask: fx.Node, axes: Axes, entries: Entries) -> Mask:
+def _by_formula(mask: fx.Node, axes: Axes, entries: Entries, hides: bool) -> Mask:
     index = (axes.batch, axes.head, axes.query, axes.key)[4 - len(values.shape(mask)) :]
     if values.dtype(mask) is torch.bool:
-        return _of_formula(entries.truth(mask, index), axes, entries, lowest=False)
+        truth = entries.truth(mask, index)
+        return _of_formula(negation(truth) if hides else truth, axes, entries, lowest=False)
     seen: Formula = False
     lowest = False
     for case, number in entries.cases(mask, index):
@@ -209,7 +217,7 @@ def _band_kind(band: Band, axes: Axes, facts: Facts) -> Kind:
     return "sliding_causal" if up_to_itself else "sliding_bidirectional"
 
 
-def _by_value(mask: fx.Node, axes: Axes, facts: Facts) -> Mask | None:
+def _by_value(mask: fx.Node, axes: Axes, facts: Facts, hides: bool) -> Mask | None:
     """The mask as its value shows it, where that is known and is a band."""
     q_len, kv_len = axes.q_len.number, axes.kv_len.number
     value = constant(mask) if q_len is not None and kv_len is not None else None
@@ -222,6 +230,8 @@ def _by_value(mask: fx.Node, axes: Axes, facts: Facts) -> Mask | None:
         if not ((value == 0) | (value == least) | (value == -math.inf)).all():
             return None
         value = value == 0
+    elif hides:
+        value = ~value
     tables = value.expand(*value.shape[:-2], q_len, kv_len).reshape(-1, q_len, kv_len)
     if not (tables == tables[0]).all():
         return Mask("per_batch_or_head", None, "it is a constant that differs by batch or head", lowest)

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from . import values
-from .canonical import Canonicaliser, is_functional
+from .canonical import Canonicaliser
+from .functional import is_functional
 from .preserved import original
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ from torch import fx
 
 from ...runtime.sizes import static_int
 from .. import values
-from ..canonical import is_functional
 from ..cone import walk
+from ..functional import is_functional
 from ..movement import is_movement
 from .band import Band
 from .creation import lifted

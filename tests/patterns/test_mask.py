@@ -657,8 +657,8 @@ def test_a_mask_that_layers_share_is_analysed_once():
             q = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
         return q
 
-    masks = Masks()
     first, second = attentions(compiled(two, torch.randn(2, 2, 6, 4)).before.graph)
+    masks = Masks({first.args[3]: 0, second.args[3]: 0})
     assert masks.of(first.args[3], 6, 6) is masks.of(second.args[3], 6, 6)
     assert masks.of(first.args[3], 6, 7) is not masks.of(first.args[3], 6, 6)  # no mask of so many keys
 
