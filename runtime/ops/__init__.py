@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from .causal_conv1d import CAUSAL_CONV1D, NPU_CAUSAL_CONV1D
+from .chunk_gated_delta_rule import NPU_CHUNK_GATED_DELTA_RULE
 from .clipped_swiglu import NPU_CLIPPED_SWIGLU
 from .contract import OpContract
 from .fused_infer_attention_score import NPU_FUSED_INFER_ATTENTION_SCORE, NPU_FUSED_INFER_ATTENTION_SCORE_V2
@@ -22,6 +23,7 @@ from .norm_quant import (
 )
 from .prompt_flash_attention import NPU_PROMPT_FLASH_ATTENTION
 from .quantize import NPU_DYNAMIC_QUANT, NPU_QUANTIZE
+from .recurrent_gated_delta_rule import NPU_RECURRENT_GATED_DELTA_RULE
 from .rms_norm import NPU_ADD_RMS_NORM, NPU_GEMMA_RMS_NORM, NPU_RMS_NORM
 from .rotary import NPU_ROTARY_MUL
 from .scatter_pa_kv_cache import NPU_SCATTER_PA_KV_CACHE
@@ -69,6 +71,8 @@ _ALL = (
     NPU_SCATTER_PA_KV_CACHE,
     CAUSAL_CONV1D,
     NPU_CAUSAL_CONV1D,
+    NPU_RECURRENT_GATED_DELTA_RULE,
+    NPU_CHUNK_GATED_DELTA_RULE,
 )
 
 CONTRACTS: Mapping[str, OpContract] = MappingProxyType({contract.name: contract for contract in _ALL})

@@ -336,6 +336,35 @@ MIXED_CALLS: Mapping[str, Sequence[MixedCall]] = {
             {"cache_mode": "Norm"},
         ),
     ],
+    "npu::npu_recurrent_gated_delta_rule": [
+        (
+            {
+                "query": ([5, 2, 64], BRAIN),
+                "key": ([5, 2, 64], BRAIN),
+                "value": ([5, 4, 32], BRAIN),
+                "state": ([9, 4, 32, 64], BRAIN),
+                "beta": ([5, 4], BRAIN),
+                "actual_seq_lengths": ([2], INT),
+                "ssm_state_indices": ([5], INT),
+                "num_accepted_tokens": ([2], INT),
+                "g": ([5, 4], FLOAT),
+            },
+            {"scale": 0.125},
+        ),
+    ],
+    "npu::npu_chunk_gated_delta_rule": [
+        (
+            {
+                "query": ([70, 2, 128], BRAIN),
+                "key": ([70, 2, 128], BRAIN),
+                "value": ([70, 4, 128], BRAIN),
+                "beta": ([70, 4], BRAIN),
+                "initial_state": ([1, 4, 128, 128], BRAIN),
+                "actual_seq_lengths": ([1], INT),
+            },
+            {"scale": 0.125},
+        ),
+    ],
 }
 
 
