@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import (
     add_rms_norm,
+    attention,
     causal_conv1d,
     clipped_swiglu,
     fast_gelu,
@@ -66,6 +67,7 @@ RULES: tuple[Rule, ...] = (
     Rule(transpose_batchmatmul.KIND, transpose_batchmatmul.match),
     Rule(moe_gating.KIND, moe_gating.match),
     Rule(grouped_moe_gating.KIND, grouped_moe_gating.match),
+    Rule(attention.KIND, attention.match),
     Rule(causal_conv1d.KIND, causal_conv1d.match),
 )
 KINDS: tuple[str, ...] = tuple(rule.kind for rule in RULES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ...patterns import add_rms_norm as add_rms_norm_pattern
+from ...patterns import attention as attention_pattern
 from ...patterns import clipped_swiglu as clipped_swiglu_pattern
 from ...patterns import fast_gelu as fast_gelu_pattern
 from ...patterns import glu as glu_pattern
@@ -22,6 +23,7 @@ from ...patterns.match import Match
 from ...runtime.ops.contract import OpContract
 from ..rewriter import Edit
 from . import (
+    attention,
     clipped_swiglu,
     fast_gelu,
     glu,
@@ -40,6 +42,7 @@ Lowering = Callable[[Match, Edit], OpContract]
 
 # Larger kinds first: what they take is not lowered again.
 LOWERINGS: Mapping[str, Lowering] = {
+    attention_pattern.KIND: attention.lower,
     qkv_pattern.KIND: qkv.lower,
     qk_rope_pattern.KIND: qk_rope.lower,
     norm_quant_pattern.KIND: norm_quant.lower,

@@ -1,0 +1,156 @@
+"""softmax(scale * q k^T, masked) v → npu_fused_infer_attention_score, or npu_prompt_flash_attention on older SoCs.
+
+Heads of key and value are given as they are. A mask becomes a mode where one says the same; else it is given, inverted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...patterns import values
+from ...patterns.attention import Attention
+from ...patterns.match import Match
+from ...runtime.ops.contract import OpContract
+from ...runtime.sizes import is_contiguous, known_true
+from ..rewriter import Edit, Refused
+from .attention_mask import Masking, masking
+from .candidates import first_legal
+from .precision import refuse_other_precision
+
+aten = torch.ops.aten
+
+# The axes of [batch, heads, tokens, head_dim] in the order of each layout.
+_ORDERS: Mapping[str, tuple[int, int, int, int]] = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3)}
+_SWAPPED = _ORDERS["BSND"]
+
+# The bit of inner_precise that makes rows which see no key zeros.
+_ZERO_BLANK_ROWS = 2
+
+
+def lower(match: Match, edit: Edit) -> OpContract:
+    """One call, on q, k and v in the layout that they lie in."""
+    p = match.params
+    assert isinstance(p, Attention)
+    if p.traits:
+        raise Refused(f"it has {' and '.join(p.traits)}, which the fused ops don't take")
+    refuse_other_precision(values.dtype(match.node), *p.steps)
+    return first_legal(
+        {
+            "npu::npu_fused_infer_attention_score": partial(_lower, match, edit, _fused_infer_arguments),
+            "npu::npu_prompt_flash_attention": partial(_lower, match, edit, _prompt_flash_arguments),
+        },
+        edit,
+    )
+
+
+_Arguments = Callable[[Attention, Masking], dict[str, Any]]
+
+
+def _fused_infer_arguments(p: Attention, masked: Masking) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"num_heads": p.num_heads, "scale": p.scale}
+    if p.num_kv_heads != p.num_heads:
+        arguments["num_key_value_heads"] = p.num_kv_heads
+    if masked.zeros_blank_rows:
+        arguments["inner_precise"] = _ZERO_BLANK_ROWS
+    return {**arguments, **masked.arguments}
+
+
+def _prompt_flash_arguments(p: Attention, masked: Masking) -> dict[str, Any]:
+    if masked.zeros_blank_rows:
+        raise Refused("a query may see no key, for which the op's result is undefined")
+    arguments: dict[str, Any] = {"num_heads": p.num_heads, "scale_value": p.scale, "next_tokens": 2**31 - 1}
+    if p.num_kv_heads != p.num_heads:
+        arguments["num_key_value_heads"] = p.num_kv_heads
+    return {**arguments, **masked.arguments}
+
+
+def _lower(match: Match, edit: Edit, name_arguments: _Arguments, contract: OpContract) -> None:
+    p = match.params
+    assert isinstance(p, Attention)
+    query, key, value = (_heads_second(match.inputs[name], edit) for name in ("query", "key", "value"))
+    if p.key_transposed:
+        key = edit.permuted(key, (0, 1, 3, 2))
+    dtype = values.dtype(query)
+    if dtype != values.dtype(match.node):
+        raise Refused(f"its result is {values.dtype(match.node)}, and q is {dtype}")
+    masked = masking(match, query, key, contract, edit)
+    layout = min(_ORDERS, key=lambda name: _copies((query, key, value), _ORDERS[name]))
+    order = _ORDERS[layout]
+    tensors = {
+        name: edit.contiguous(edit.permuted(node, order))
+        for name, node in (("query", query), ("key", key), ("value", value))
+    }
+    tokens = values.shape(query)[2]
+    if layout == "BNSD" and known_true(tokens > 1) and _wants_tokens_first(match.node):
+        layout, order = "BNSD_BSND", _SWAPPED
+    edit.note("the op computes in float32 and rounds once; the model rounds as its own kernels do")
+    result = edit.op(contract, **tensors, input_layout=layout, **name_arguments(p, masked))
+    if contract.name.endswith("infer_attention_score"):
+        result = edit.item(result, 0)
+    _replace(match.node, result, order, edit)
+
+
+def _heads_second(node: fx.Node, edit: Edit) -> fx.Node:
+    """[batch, heads, tokens, head_dim], of which heads may be missing."""
+    return node if len(values.shape(node)) == 4 else edit.call(aten.unsqueeze.default, node, 1)
+
+
+def _copies(nodes: tuple[fx.Node, ...], order: tuple[int, ...]) -> int:
+    """How many of the tensors have to be copied to lie in an order."""
+    return sum(not _lies_in(node, order) for node in nodes)
+
+
+def _lies_in(node: fx.Node, order: tuple[int, ...]) -> bool:
+    value = values.tensor(node)
+    assert value is not None
+    return is_contiguous(value.permute(order))
+
+
+# The result -----------------------------------------------------------------------------------------------------------
+
+
+def _wants_tokens_first(node: fx.Node) -> bool:
+    """Whether the model's result lies with tokens before heads, or is only used after it is brought so."""
+    return len(values.shape(node)) == 4 and (_lies_in(node, _SWAPPED) or bool(_copies_of_swapped(node)))
+
+
+def _copies_of_swapped(node: fx.Node) -> list[fx.Node]:
+    """The contiguous copies of a node with heads and tokens swapped, where it has no other user."""
+    found = []
+    for user in node.users:
+        if not _swaps(user) or any(not _is_contiguous_copy(copy) for copy in user.users):
+            return []
+        found += list(user.users)
+    return found
+
+
+def _swaps(node: fx.Node) -> bool:
+    if node.target is aten.transpose.int:
+        return {int(axis) % 4 for axis in node.args[1:]} == {1, 2}  # type: ignore[arg-type]  # two ints
+    return node.target is aten.permute.default and [a % 4 for a in node.args[1]] == list(_SWAPPED)  # type: ignore[union-attr]  # a list
+
+
+def _is_contiguous_copy(node: fx.Node) -> bool:
+    value = values.tensor(node)
+    return node.target in (aten.clone.default, aten.contiguous.default) and value is not None and is_contiguous(value)
+
+
+def _replace(old: fx.Node, result: fx.Node, order: tuple[int, ...], edit: Edit) -> None:
+    shape = values.shape(old)
+    if len(shape) == 3:
+        heads_second = edit.permuted(result, order)  # an order that undoes itself
+        edit.replace(old, edit.view(heads_second, edit.sizes(old)))
+        return
+    copies = _copies_of_swapped(old)
+    if order == _SWAPPED and copies:
+        for copy in copies:
+            edit.replace(copy, result)
+        return
+    edit.replace(old, edit.permuted(result, order))
+
+

@@ -1,0 +1,186 @@
+"""What a mask becomes in a call of a fused attention op: nothing, a mode, or the tensor, inverted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...patterns import values
+from ...patterns.attention import Attention
+from ...patterns.cone import walk
+from ...patterns.masks.integers import Linear, of_size
+from ...patterns.masks.visibility import Visibility
+from ...patterns.match import Match
+from ...runtime.ops.attention_mask import (
+    BAND,
+    LEFT_UP_CAUSAL,
+    RIGHT_DOWN_CAUSAL,
+    UNLIMITED,
+    compressed_causal_mask,
+)
+from ...runtime.ops.contract import OpContract
+from ...runtime.sizes import known_equal, known_same_shape, known_true
+from ..rewriter import Edit, Refused
+
+aten = torch.ops.aten
+
+_UNPROVEN = "it is not proven that every query sees a key"
+
+
+@dataclass(frozen=True, slots=True)
+class Masking:
+    """The arguments of a call that say what is hidden, and what is added to the scores.
+
+    Args:
+        arguments: by name, those that differ from their defaults.
+        zeros_blank_rows: whether the op has to give zeros to a query that sees no key.
+    """
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    zeros_blank_rows: bool = False
+
+
+def masking(match: Match, query: fx.Node, key: fx.Node, contract: OpContract, edit: Edit) -> Masking:
+    """Says what a site hides in the arguments of an op.
+
+    Args:
+        match: a site of attention.
+        query: [batch, heads, tokens, head_dim].
+        key: likewise.
+        contract: the op.
+        edit: the rewrite of the site.
+
+    Raises:
+        Refused: the op has no way to say it.
+    """
+    p = match.params
+    assert isinstance(p, Attention)
+    arguments: dict[str, Any] = {}
+    if "bias" in match.inputs:
+        arguments["pse_shift"] = _shift(match, query, key, edit)
+    if p.mask.kind in ("none", "all_true", "bias"):
+        return Masking(arguments)
+    zeros = _zeros_blank_rows(p, query)
+    mode = _mode(p.mask.visibility, query, key) if contract.name.endswith("infer_attention_score") else None
+    if mode is None:
+        if "mask" not in match.inputs:
+            raise Refused("it is causal, which this op takes only as a mask, and the model has none")
+        key_of_mask = (match.inputs["mask"], p.hides, *map(of_size, values.shape(query)[2:3] + values.shape(key)[2:3]))
+        arguments["atten_mask"] = edit.share(
+            ("hidden", *key_of_mask), lambda: _hidden(match.inputs["mask"], p, query, key, edit)
+        )
+    else:
+        value = values.tensor(query)
+        assert value is not None
+        compressed = edit.constant("_compressed_causal_mask", value.device, compressed_causal_mask)
+        arguments |= {"atten_mask": compressed, **mode}
+    return Masking(arguments, zeros)
+
+
+def _zeros_blank_rows(p: Attention, query: fx.Node) -> bool:
+    """Whether the model gives zeros to a query that sees no key, and there may be one.
+
+    Raises:
+        Refused: there may be one, and the op gives something else.
+    """
+    if p.mask.visibility is not None and p.mask.visibility.every_query_sees_a_key:
+        return False
+    if p.blank_rows != "zeros":
+        given = {"NaN": "NaN", "mean": "the mean of all values"}[p.blank_rows]
+        raise Refused(f"{_UNPROVEN}: the model gives {given} to one that sees none, the op does not")
+    if not known_true(values.shape(query)[2] > 1):
+        raise Refused(f"{_UNPROVEN}: for a query of one token the op leaves open what one gets that sees none")
+    return True
+
+
+def _mode(visible: Visibility | None, query: fx.Node, key: fx.Node) -> dict[str, Any] | None:
+    """The sparse mode that hides the same; None where there is none."""
+    if visible is None or visible.chunk is not None or visible.segments is not None or visible.padding is not None:
+        return None
+    q_len, kv_len = (values.shape(node)[2] for node in (query, key))
+    if not known_true(q_len > 1):
+        return None  # modes have no effect for a query of one token
+    lower, upper = visible.band.lower, visible.band.upper
+    surplus = of_size(kv_len) - of_size(q_len)
+    if lower is None and upper == surplus:
+        return {"sparse_mode": RIGHT_DOWN_CAUSAL}
+    if lower is None and upper == Linear(0):
+        return {"sparse_mode": LEFT_UP_CAUSAL}
+    before = (surplus - lower).number if lower is not None else UNLIMITED
+    after = (upper - surplus).number if upper is not None else UNLIMITED
+    if before is None or after is None:
+        return None
+    return {"sparse_mode": BAND, "pre_tokens": before, "next_tokens": after}
+
+
+def _hidden(mask: fx.Node, p: Attention, query: fx.Node, key: fx.Node, edit: Edit) -> fx.Node:
+    """The mask as the op takes it: bool, True hides, contiguous [batch or 1, 1, tokens, keys]."""
+    if values.dtype(mask) != torch.bool:
+        if p.mask.visibility is None:
+            raise Refused(f"its mask is float, and {p.mask.reason or 'not known to hide keys only'}")
+        hidden = edit.call(aten.lt.Scalar, mask, 0)
+    else:
+        hidden = mask if p.hides else edit.call(aten.logical_not.default, mask)
+    hidden = _four_axes(hidden, edit)
+    heads = values.shape(hidden)[1]
+    if not known_equal(heads, 1):
+        if p.mask.visibility is None or p.mask.kind == "per_batch_or_head":
+            raise Refused(f"its mask is one for each of {heads} heads; the op takes one for all")
+        hidden = edit.call(aten.slice.Tensor, hidden, 1, 0, 1)
+    return edit.contiguous(_expanded(hidden, query, key, edit))
+
+
+def _four_axes(node: fx.Node, edit: Edit) -> fx.Node:
+    """[batch or 1, heads or 1, tokens or 1, keys]. A mask of three axes is one of a batch without heads."""
+    rank = len(values.shape(node))
+    for axis in {4: (), 3: (1,)}.get(rank, (0,) * (4 - rank)):
+        node = edit.call(aten.unsqueeze.default, node, axis)
+    return node
+
+
+def _expanded(node: fx.Node, query: fx.Node, key: fx.Node, edit: Edit, heads: int = 1) -> fx.Node:
+    """[batch or 1, heads, tokens, keys]."""
+    rows, keys = (values.shape(of)[2] for of in (query, key))
+    batch = values.shape(node)[0]
+    if known_same_shape(values.shape(node), (batch, heads, rows, keys)):
+        return node
+    sizes = [-1, heads, edit.rewriter.size(rows, query, 2), edit.rewriter.size(keys, key, 2)]
+    return edit.call(aten.expand.default, node, sizes)
+
+
+# Numbers that are added -----------------------------------------------------------------------------------------------
+
+
+def _shift(match: Match, query: fx.Node, key: fx.Node, edit: Edit) -> fx.Node:
+    """A bias as the op takes it: [batch or 1, heads, tokens, keys]."""
+    p = match.params
+    assert isinstance(p, Attention)
+    bias = match.inputs["bias"]
+    if values.dtype(bias) != values.dtype(query):
+        raise Refused(f"a bias of {values.dtype(bias)} is added; the op takes one of {values.dtype(query)}")
+    if not p.is_written_out and not _is_finite(bias, edit):
+        raise Refused(
+            "numbers are added to its scores that may be -inf in a whole row, where the model gives zeros and the op"
+            " something undefined"
+        )
+    edit.note(f"the op adds the bias in float32; the model in {values.dtype(bias)}")
+
+    def make() -> fx.Node:
+        return edit.contiguous(_expanded(_four_axes(bias, edit), query, key, edit, p.num_heads))
+
+    sizes = map(of_size, (values.shape(query)[2], values.shape(key)[2]))
+    return edit.share(("shift", bias, p.num_heads, *sizes), make)
+
+
+def _is_finite(bias: fx.Node, edit: Edit) -> bool:
+    """Whether a bias is computed from the model's parameters and numbers alone, none of which is -inf."""
+    cone = walk(bias, lambda node: False, limit=128)
+    if cone is None:
+        return False
+    from_data = [n for n in cone.inputs if n not in edit.rewriter.parameters and values.is_float(n)]
+    numbers = [a for n in cone.nodes for a in (*n.args, *n.kwargs.values()) if isinstance(a, float)]
+    return not from_data and not any(map(math.isinf, numbers))

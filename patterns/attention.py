@@ -1,0 +1,280 @@
+"""Attention, however it is spelled:
+
+    out = softmax(scale * q k^T, with hidden keys at -inf) v
+
+as one call of `scaled_dot_product_attention` or written out, with keys and values whose heads are repeated or not. What
+else is done to the scores (a bias, soft-capping, sinks) is recognised as such.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from ..runtime.sizes import Size, known_equal, static_int
+from . import values
+from .canonical import Canonicaliser
+from .cone import walk
+from .linear import is_matmul
+from .mask import CAUSAL_FLAG, NO_MASK, Mask
+from .match import Findings, Match, Miss
+from .movement import COPIES, ROW_MAJOR_VIEWS, source
+from .preserved import original
+from .scores import Addition, Operand, Scores, operand, scores
+from .spelling import Spelling, spell
+
+aten = torch.ops.aten
+
+KIND = "attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What a site of attention fixes.
+
+    Its inputs are query, key and value, [batch, heads, tokens, head_dim] or, with one head, [batch, tokens, head_dim];
+    and mask, bias and sink where there are such.
+
+    Args:
+        num_heads: heads of query.
+        num_kv_heads: heads of key and value, before any repetition; divides num_heads.
+        scale: factor of the scores.
+        mask: what hides keys.
+        hides: whether True hides a key, in a bool mask.
+        blank_rows: what the model gives a query that sees no key: zeros, NaN, or the mean of all values.
+        traits: what else is done, such as "soft-capping".
+        key_transposed: whether the last two axes of the input key are the other way round.
+        merged: whether batch and heads are one axis of the result.
+        is_written_out: whether it is spelled by matmuls and a softmax.
+        steps: all types that something is computed in or rounded to.
+        spelling: how the result is computed from the inputs, bit for bit.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    scale: float
+    mask: Mask
+    hides: bool
+    blank_rows: Literal["zeros", "NaN", "mean"]
+    traits: tuple[str, ...]
+    key_transposed: bool
+    merged: bool
+    is_written_out: bool
+    steps: frozenset[torch.dtype]
+    spelling: Spelling
+
+    def public(self) -> dict[str, Any]:
+        return {
+            "mask": self.mask.kind,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "scale": self.scale,
+            "traits": self.traits,
+            "spelling": str(self.spelling),
+        }
+
+
+def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
+    """Finds attention whose result is `node`."""
+    if original(node.target) is aten.scaled_dot_product_attention.default:
+        return _called(node, c)
+    if is_matmul(node) and values.is_float(node):
+        return _written_out(node, c)
+    return None
+
+
+# One call -------------------------------------------------------------------------------------------------------------
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def _called(node: fx.Node, c: Canonicaliser) -> Match | Miss:
+    given = {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
+    query, key, value = (operand(given[name], takes_factors=name != "value") for name in _ARGUMENTS[:3])
+    mask, scale = given.get("attn_mask"), given.get("scale")
+    head_dim = values.last_dim(given["query"])
+    if scale is None and head_dim:
+        scale = 1 / math.sqrt(head_dim)
+    if given.get("dropout_p", 0.0) != 0 or not isinstance(scale, (int, float)):
+        return Miss(KIND, node, "its scale or its dropout is known only when it runs")
+    added = (Addition(values.strip_widening(mask), rank=len(values.shape(node))),) if mask is not None else ()
+    return _attention(node, Scores(query, key, float(scale), added), value, c, is_causal=given.get("is_causal", False))
+
+
+# Written out ----------------------------------------------------------------------------------------------------------
+
+
+def _written_out(node: fx.Node, c: Canonicaliser) -> Match | Miss | None:
+    """matmul(softmax(scores), v)."""
+    left, right = node.args[:2]
+    assert isinstance(left, fx.Node)
+    assert isinstance(right, fx.Node)
+    softmax, traits = _softmax(left)
+    if softmax is None:
+        return None
+    below, sink = source(softmax), None
+    if "sinks" in traits:
+        below, sink = _without_sinks(below)
+    found = scores(below) if below is not None else None
+    if found is None:
+        return Miss(KIND, node, "what is multiplied is a softmax, but not of scale * q k^T", place=softmax, matched=1)
+    for trait in traits:
+        found = found.having(trait)
+    return _attention(node, found, operand(right, takes_factors=False), c, softmax=softmax, sink=sink)
+
+
+def _softmax(weights: fx.Node) -> tuple[fx.Node | None, tuple[str, ...]]:
+    """The softmax along the last axis below a matmul's left operand, and what is done to its weights on the way."""
+    node, traits = weights, list[str]()
+    while True:
+        if values.is_float_cast(node) or node.target in COPIES or _keeps_rows(node):
+            node = source(node)
+        elif node.target is aten.slice.Tensor and _cuts_the_last(node):
+            traits.append("sinks")
+            node = source(node)
+        elif node.target is operator.getitem and source(node).target is aten.native_dropout.default:
+            traits.append("dropout")
+            node = source(source(node))
+        else:
+            break
+    if node.target not in (aten._softmax.default, aten._safe_softmax.default) or not isinstance(node.args[1], int):
+        return None, ()
+    rank = len(values.shape(node))
+    return (node, tuple(traits)) if node.args[1] % rank == rank - 1 else (None, ())
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    """True for views that keep the last two axes, and expansions that change nothing."""
+    if node.target is aten.expand.default:
+        return values.same_shape(values.shape(source(node)), values.shape(node))
+    before = values.shape(source(node)) if node.target in ROW_MAJOR_VIEWS else ()
+    return len(before) > 1 and values.same_shape(before[-2:], values.shape(node)[-2:])
+
+
+def _cuts_the_last(node: fx.Node) -> bool:
+    """True for x[..., :-1]."""
+    _, dim, start, _, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    before, after = values.shape(source(node)), values.shape(node)
+    along_last = isinstance(dim, int) and dim % len(before) == len(before) - 1
+    return along_last and start in (0, None) and step == 1 and known_equal(before[-1] - 1, after[-1])
+
+
+def _without_sinks(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """Of cat([scores, sinks], -1), less the maximum of each row or not: the scores, and the sinks."""
+    while values.is_float_cast(node) or node.target in COPIES or node.target is aten.sub.Tensor:
+        node = source(node)
+    parts = node.args[0] if node.target is aten.cat.default else ()
+    rank = len(values.shape(node))
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or not isinstance(node.args[-1], int):
+        return None, None
+    below, sink = parts
+    if node.args[-1] % rank != rank - 1 or not isinstance(below, fx.Node) or not isinstance(sink, fx.Node):
+        return None, None
+    return below, sink
+
+
+# Both -----------------------------------------------------------------------------------------------------------------
+
+
+def _attention(
+    node: fx.Node,
+    found: Scores,
+    value: Operand,
+    c: Canonicaliser,
+    *,
+    is_causal: bool = False,
+    softmax: fx.Node | None = None,
+    sink: fx.Node | None = None,
+) -> Match | Miss:
+    heads = _heads(found.q, found.k, value)
+    if isinstance(heads, str):
+        return Miss(KIND, node, "{}", (heads,), matched=2)
+    inputs = {"query": found.q.node, "key": found.k.node, "value": value.node}
+    q_len, kv_len = (values.shape(o.node)[-1 if o.transposed else -2] for o in (found.q, found.k))
+    mask, traits, hides = CAUSAL_FLAG if is_causal else NO_MASK, list(found.traits), False
+    for addition in found.additions:
+        of = c.masks.of(addition.node, q_len, kv_len, hides=addition.hides)
+        name = "bias" if of.kind == "bias" else "mask"
+        if name in inputs:
+            traits.append(f"a second {name}")
+            continue
+        inputs[name] = addition.node
+        traits += _traits(addition, found.q.merged)
+        if name == "mask" or mask is NO_MASK:
+            mask = _with_fill(of, addition)
+            hides = addition.hides
+    if sink is not None:
+        inputs["sink"] = sink
+    spelling = spell(node, inputs, c)
+    numbers = {c.numbers[n] for n in inputs.values()}
+    cone = walk(node, lambda n: c.numbers[n] in numbers, limit=96)
+    if spelling is None or cone is None:
+        return Miss(KIND, node, "an op with effects stands between its inputs and its result", matched=3)
+    params = Attention(
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        scale=found.scale * found.q.scale * found.k.scale,
+        mask=mask,
+        hides=hides,
+        blank_rows=_blank_rows(mask, softmax),
+        traits=tuple(traits),
+        key_transposed=found.k.transposed,
+        merged=found.q.merged,
+        is_written_out=softmax is not None,
+        steps=frozenset(values.dtype(n) for n in cone.nodes if values.is_float(n)),
+        spelling=spelling,
+    )
+    return Match(KIND, node, inputs, params, cone.nodes)
+
+
+def _heads(q: Operand, k: Operand, v: Operand) -> tuple[int, int] | str:
+    """The heads of query, and of key and value; or why they don't fit."""
+    shapes = [values.shape(o.node) for o in (q, k, v)]
+    ranks = {len(shape) for shape in shapes}
+    if len({o.merged for o in (q, k, v)}) != 1 or not ranks <= {3, 4} or len(ranks) != 1:
+        return f"q, k and v have shapes {', '.join(map(_text, shapes))}, not [batch, heads, tokens, head_dim] each"
+    if not all(known_equal(shapes[0][0], shape[0]) for shape in shapes):
+        return f"q, k and v have batches of {', '.join(str(shape[0]) for shape in shapes)}"
+    if ranks == {3}:
+        return 1, 1
+    heads, of_k, of_v = (static_int(shape[1]) for shape in shapes)
+    if heads is None or of_k is None or of_k != of_v or heads % of_k:
+        return f"q, k and v have {', '.join(str(shape[1]) for shape in shapes)} heads"
+    if any(o.repeats not in (1, heads // of_k) for o in (k, v)):
+        return f"heads of k and v are repeated {k.repeats} and {v.repeats} times, for {heads} heads of q"
+    return heads, of_k
+
+
+def _text(shape: tuple[Size, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _traits(addition: Addition, merged: bool) -> list[str]:
+    """What of a mask no op knows."""
+    traits = []
+    shape = values.shape(addition.node)
+    if addition.rank > 4:
+        traits.append(f"scores of {addition.rank} axes")
+    if merged and addition.rank == 3 and len(shape) == 3 and static_int(shape[0]) != 1:
+        traits.append("a mask with batch and heads in one axis")
+    if addition.fill > addition.lowest:
+        traits.append(f"the score {addition.fill:g} for hidden keys")
+    return traits
+
+
+def _with_fill(mask: Mask, addition: Addition) -> Mask:
+    """The mask, hiding by what hides: -inf, or the lowest number there is."""
+    if values.dtype(addition.node) != torch.bool or addition.fill == -math.inf:
+        return mask
+    return Mask(mask.kind, mask.visibility, mask.reason, lowest=True)
+
+
+def _blank_rows(mask: Mask, softmax: fx.Node | None) -> Literal["zeros", "NaN", "mean"]:
+    if mask.lowest:
+        return "mean"
+    return "NaN" if softmax is not None and softmax.target is aten._softmax.default else "zeros"
