@@ -46,7 +46,7 @@ class ConvCall:
         num_accepted_tokens: [batch] integers, for `UPDATE` of width 4: how many tokens of the last call were accepted.
             The history starts that many rows later, less one.
         activation_mode: 0 for none, 1 for SiLU.
-        pad_slot_id: the slot of sequences that are skipped.
+        pad_slot_id: the slot of sequences that are skipped; negative without cache_indices.
         run_mode: `PREFILL` or `UPDATE`.
     """
 
@@ -148,6 +148,11 @@ def _sequences(call: ConvCall) -> Iterator[str]:
             yield f"query_start_loc {shape_text(starts.shape)} is not known to have 2 entries or more"
     if call.cache_indices is not None:
         yield from _one_each("cache_indices", call.cache_indices, call, _INTEGERS)
+    elif call.pad_slot_id >= 0:
+        yield (
+            f"pad_slot_id is {call.pad_slot_id} without cache_indices, and whether the kernel then skips the sequence"
+            " of this number is not known; give a negative one"
+        )
     elif not known_true(call.batch <= call.conv_states.shape[0]):
         yield (
             f"conv_states has {call.conv_states.shape[0]} slots, not known to be enough for {call.batch} sequences"

@@ -87,8 +87,7 @@ def _sequences(call: ConvCall) -> Iterator[_Sequence]:
     accepted = [1] * batch if call.num_accepted_tokens is None else call.num_accepted_tokens.tolist()
     last_row = call.conv_states.shape[1] - (call.width - 1)
     for index, slot in enumerate(slots):
-        is_pad = call.cache_indices is not None and slot == call.pad_slot_id
-        if bounds[index] < bounds[index + 1] and not is_pad:
+        if bounds[index] < bounds[index + 1] and slot != call.pad_slot_id:
             yield _Sequence(
                 start=bounds[index],
                 stop=bounds[index + 1],

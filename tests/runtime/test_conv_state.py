@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_update
 
 from npu_fuse.runtime import conv_state
 from npu_fuse.runtime.ops.causal_conv1d import CAUSAL_CONV1D, PREFILL, UPDATE
@@ -150,6 +151,19 @@ def test_a_cache_of_transformers_keeps_its_values_and_the_memory_it_is_given(mod
     assert pool.untyped_storage().data_ptr() == states.untyped_storage().data_ptr()
     assert torch.equal(pool[:, : width - 1], states[..., 1:].transpose(1, 2))
     assert conv_state.adopt(adopted) == 0
+
+
+@pytest.mark.parametrize("columns", [3, 4])
+def test_a_token_through_the_op_leaves_the_states_of_transformers_own_update(columns):
+    """Beside the op there is one column to move, where the states have one that is never read."""
+    given, x, weight = values(2, 32, columns), values(2, 32, 1, seed=1), values(32, 4, seed=2)
+    plain, states = given.clone(), conv_state.in_pool_memory(given)
+    expected = causal_conv1d_update(x, plain, weight, activation="silu")
+    states[..., : columns - 3] = states[..., 1 : columns - 2]
+    rows, pool = x.transpose(1, 2).contiguous(), conv_state.pool(states, 4)
+    found = CAUSAL_CONV1D.op(rows, weight.T.contiguous(), pool, activation_mode=1, run_mode=UPDATE)
+    assert torch.equal(states, plain)
+    torch.testing.assert_close(found.transpose(1, 2), expected, rtol=2e-3, atol=1e-3)
 
 
 def test_the_address_stays_until_the_cache_is_reordered():

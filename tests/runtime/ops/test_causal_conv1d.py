@@ -309,6 +309,12 @@ BORDERS = [
         legal(packed=False, slots=2),
     ),
     (
+        legal(pad_slot_id=0),
+        "pad_slot_id is 0 without cache_indices, and whether the kernel then skips the sequence of this number is not",
+        legal(pad_slot_id=0, cache_indices=torch.tensor([0, 1])),
+    ),
+    (legal(pad_slot_id=2), "pad_slot_id is 2 without cache_indices", legal(pad_slot_id=-2)),
+    (
         legal(cache_indices=torch.tensor([1])),
         "cache_indices [1] is not known to have one entry for each of 2 sequences",
         legal(cache_indices=torch.tensor([1, 0])),
