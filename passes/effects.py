@@ -1,28 +1,80 @@
 """Which nodes do more than compute their value, and the order that they must keep.
 
-Judged by the op's schema and by what is registered for it, never by names.
+Judged by the op's schema and by what is registered for it, never by the names of ops. It holds in a graph of Dynamo's
+as well, which AOTAutograd has not made functional: what a Python function or a method does there is told by the schema
+of the op of torch that it stands for.
 """
 
 from __future__ import annotations
 
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 
+from ..runtime.effects import declared_writes, effect_of
 from ..runtime.weights import pack
+
+aten = torch.ops.aten
+
+# Modules of functions of Python's own: of numbers, sizes and tuples.
+_PYTHON = frozenset({"_operator", "builtins", "math"})
+_WRITING_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in (
+        *("setitem", "delitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior"),
+        *("ipow", "irshift", "isub", "itruediv", "ixor"),
+    )
+)
 
 
 def is_pure(node: fx.Node) -> bool:
     """True for a node that may be dropped when unused, and moved past others: it writes nothing and draws no number."""
-    if node.op in ("placeholder", "output"):
-        return False
     if node.op == "get_attr" or node.target is pack:
         return True
-    if node.op != "call_function" or node.is_impure():
+    if node.op == "call_method":
+        return not node.kwargs.get("out") and _is_pure_op(str(node.target))
+    if node.op != "call_function" or node.is_impure() or effect_of(node.target) is not None:
         return False
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None and schema.is_mutable:
+    if hasattr(node.target, "_schema"):
+        seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        return not declared_writes(node.target) and not seeded
+    return isinstance(node.target, HigherOrderOperator) or _is_pure_function(node)
+
+
+def _is_pure_function(node: fx.Node) -> bool:
+    function: Callable[..., Any] = node.target  # type: ignore[assignment]  # of a call_function
+    if getattr(function, "__module__", None) in _PYTHON:
+        return function not in _WRITING_OPERATORS
+    if node.kwargs.get("out") is not None or _is_told_to_write(function, node):
         return False
-    return torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+    name = getattr(function, "__name__", "")
+    return name.lstrip("_").startswith("sym_") or _is_pure_op(name)
+
+
+def _is_told_to_write(function: Callable[..., Any], node: fx.Node) -> bool:
+    """Whether an argument `inplace` is given as true."""
+    try:
+        given = inspect.signature(function).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):  # a function of C has no signature, and no such argument
+        given = node.kwargs
+    return bool(given.get("inplace", False))
+
+
+def _is_pure_op(name: str) -> bool:
+    """Whether torch has an op of this name, which writes nothing but what is given as `out`."""
+    packet = getattr(aten, name, None)
+    if packet is None:
+        return False
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    calls = [op for op in overloads if not torch._library.utils.is_out(op)]
+    return all(
+        not declared_writes(op) and torch.Tag.nondeterministic_seeded not in op.tags for op in calls or overloads
+    )
 
 
 def regions(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -30,7 +82,7 @@ def regions(graph: fx.Graph) -> dict[fx.Node, int]:
     region = 0
     numbered = {}
     for node in graph.nodes:
-        effect = node.op == "call_function" and not is_pure(node)
+        effect = node.op not in ("placeholder", "output") and not is_pure(node)
         region += effect
         numbered[node] = region
         region += effect

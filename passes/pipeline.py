@@ -1,6 +1,6 @@
 """The flow of a graph, on one screen.
 
-    Dynamo graph → prepare → AOTAutograd → recognise → fuse → restore → cleanup → runs
+Dynamo graph → prepare → AOTAutograd → recognise → fuse → put back in place → restore → cleanup → runs
 """
 
 from __future__ import annotations
@@ -15,20 +15,26 @@ from torch import fx
 
 from ..patterns import recognise
 from ..runtime.ops import CONTRACTS
-from ..runtime.options import Options
+from ..runtime.options import IN_PLACE, Options
 from ..runtime.target import Target
 from .cleanup import cleanup
 from .fuse import fuse
+from .in_place import put_back
 from .launches import count_launches
 from .preserve import preserve, restore
 from .report import Report
 from .rewriter import Rewriter
 from .specialise import specialise_floats
+from .truthful import tell_writes
 
 
 def prepare(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a Dynamo graph for AOTAutograd: ops that are to stay whole are opaque, the model's floats are bound."""
+    """A copy of a Dynamo graph for AOTAutograd: ops that are to stay whole are opaque, the model's floats are bound.
+
+    Ops that write undeclared are called by ops that say what they write.
+    """
     prepared = preserve(module)
+    tell_writes(prepared.graph)
     specialise_floats(prepared.graph)
     prepared.recompile()
     return prepared
@@ -57,6 +63,9 @@ def optimise(
             exact_rounding=options.exact_rounding,
         )
         report.sites = fuse(rewriter, findings, options)
+    if IN_PLACE not in options.disable:
+        with _timed(report, "in_place"):
+            report.sites += put_back(rewriter)
     with _timed(report, "cleanup"):
         leave(module)
         if any(site.status == "lowered" for site in report.sites):

@@ -22,6 +22,9 @@ from .effects import is_pure, regions
 
 aten = torch.ops.aten
 
+# What a node's metadata say of where the model wrote it.
+_ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")
+
 
 class Refused(Exception):  # noqa: N818  # a refusal is no error
     """A site that may not be rewritten; its text is the reason that the report gives."""
@@ -105,6 +108,29 @@ class Rewriter:
         node.meta["val"] = size
         self.regions[node] = self.regions[like]
         self._symbols[size.node.expr] = node
+        return node
+
+    def fake(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a function gives for the fake values of nodes. No guard is installed."""
+        args, kwargs = fx.map_arg((args, kwargs), _value)
+        guards = self.fake_mode.shape_env
+        with self.fake_mode, guards.suppress_guards() if guards is not None else contextlib.nullcontext():
+            return function(*args, **kwargs)
+
+    def insert(
+        self,
+        before: fx.Node,
+        function: Callable[..., Any],
+        *args: Any,
+        shaped_as: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> fx.Node:
+        """A call right before a node, as a part of what that does."""
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(function, args, kwargs)
+        node.meta.update({key: value for key, value in before.meta.items() if key in _ORIGIN})
+        node.meta["val"] = self.fake(shaped_as or function, args, kwargs)
+        self.regions[node] = self.regions[before]
         return node
 
     @contextlib.contextmanager
@@ -192,24 +218,15 @@ class Edit:
         with graph.inserting_after(self._anchor(inputs)):
             node = graph.call_function(function, args, kwargs)
         self._created.append(node)
-        for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
-            if key in self._origin.meta:
-                node.meta[key] = self._origin.meta[key]
+        node.meta.update({key: value for key, value in self._origin.meta.items() if key in _ORIGIN})
         node.meta["npu_fuse"] = self._origin.name
-        node.meta["val"] = self._fake(shaped_as or function, args, kwargs)
+        node.meta["val"] = self.rewriter.fake(shaped_as or function, args, kwargs)
         self.rewriter.regions[node] = self._region
         return node
 
     def _anchor(self, inputs: Sequence[fx.Node]) -> fx.Node:
         """The node behind which a call stands: the last input, placeholder, or effect before the site."""
         return max((*inputs, *self.rewriter.placeholders[-1:], *self._barrier), default=self.rewriter.graph._root)
-
-    def _fake(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = fx.map_arg((args, kwargs), _value)
-        mode = self.rewriter.fake_mode
-        guards = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
-        with mode, guards:
-            return function(*args, **kwargs)
 
     def constant(self, name: str, device: torch.device, make: Callable[[torch.device], torch.Tensor]) -> fx.Node:
         """A constant tensor, made once a graph and device, and kept as an attribute of the module."""
@@ -237,9 +254,7 @@ class Edit:
         name = f"_filled_{number!r}_{size}_{str(dtype).removeprefix('torch.')}"
         for sign, letter in ((".", "p"), ("-", "m"), ("+", "")):
             name = name.replace(sign, letter)
-        return self.constant(
-            name, value.device, lambda device: torch.full((size,), number, dtype=dtype, device=device)
-        )
+        return self.constant(name, value.device, lambda device: torch.full((size,), number, dtype=dtype, device=device))
 
     def share(self, key: Hashable, make: Callable[[], fx.Node]) -> fx.Node:
         """What `make` builds, built once for all sites between two effects."""
@@ -379,8 +394,7 @@ def _value(argument: Any) -> Any:
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True where two tensors of one shape have the same strides; those of axes of size one don't count."""
     return all(
-        known_equal(x, y) or static_int(size) == 1
-        for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True)
+        known_equal(x, y) or static_int(size) == 1 for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True)
     )
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..passes.pipeline import leave, optimise, prepare
 from ..passes.report import Report
+from .effects import register_known
 from .ops.register import register
 from .options import Options
 from .target import Target
@@ -54,6 +55,7 @@ class Backend:
         try:
             target = self.options.target if self.options.target is not None else Target.detect()
             register(target)
+            register_known()
             prepared = prepare(module)
             parameters = _parameters(module.graph)
         except Exception as error:

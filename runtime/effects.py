@@ -38,6 +38,7 @@ class Effect:
     truthful: OpOverload | None
 
 
+_WHO = "register_side_effects"
 _EFFECTS: dict[OpOverload, Effect] = {}
 _BY_TRUTHFUL: dict[OpOverload, Effect] = {}
 
@@ -57,29 +58,29 @@ def register_side_effects(
         returns: results that are arguments themselves, such as `{0: "cache"}`.
 
     Raises:
-        ValueError: there is no such op; it has no such argument; the argument is no tensor; the op has several overloads
-            and none is named; or it is registered with other effects.
+        ValueError: there is no such op; it has no such argument or result; the argument is no tensor; the op has
+            several overloads and none is named; or it is registered with other effects.
     """
     overload = _overload(op)
     arguments = {argument.name: argument for argument in overload._schema.arguments}
     for name in (*mutates, *returns.values()):
         if name not in arguments:
-            raise ValueError(f"register_side_effects: {overload} has no argument {name!r}; it has {', '.join(arguments)}")
+            raise ValueError(f"{_WHO}: {overload} has no argument {name!r}; it has {', '.join(arguments)}")
         if "Tensor" not in str(arguments[name].type):
-            raise ValueError(f"register_side_effects: {name!r} of {overload} is {arguments[name].type}, not a tensor")
+            raise ValueError(f"{_WHO}: {name!r} of {overload} is {arguments[name].type}, not a tensor")
     for place in returns:
         if place not in range(len(overload._schema.returns)):
-            raise ValueError(f"register_side_effects: {overload} has no result {place}: {overload._schema}")
+            raise ValueError(f"{_WHO}: {overload} has no result {place}: {overload._schema}")
     for place, result in enumerate(overload._schema.returns):
         if result.alias_info is not None and place not in returns:
-            raise ValueError(f"register_side_effects: result {place} of {overload} is an argument; say in `returns` which")
+            raise ValueError(f"{_WHO}: result {place} of {overload} is an argument; say in `returns` which")
     declared = declared_writes(overload)
     written = tuple(name for name in arguments if name in {*mutates, *declared})
     known = _EFFECTS.get(overload)
     if known is not None:
         if (known.mutates, dict(known.returns)) != (written, dict(returns)):
             raise ValueError(
-                f"register_side_effects: {overload} is registered already, as writing {', '.join(known.mutates) or '-'}"
+                f"{_WHO}: {overload} is registered already, as writing {', '.join(known.mutates) or '-'}"
                 f" and giving {dict(known.returns)}"
             )
         return
@@ -119,19 +120,20 @@ def writes(target: object) -> tuple[str, ...]:
 
 
 def _overload(op: str | OpOverload | OpOverloadPacket) -> OpOverload:
+    if isinstance(op, OpOverload):
+        return op
+    packet: Any = op
+    overload = ""
     if isinstance(op, str):
         namespace, _, name = op.partition("::")
         name, _, overload = name.partition(".")
-        found = getattr(getattr(torch.ops, namespace), name, None) if name else None
-        if found is None or (overload and overload not in found.overloads()):
-            raise ValueError(f"register_side_effects: there is no op {op!r}; a name is 'namespace::name' or with .overload")
-        op = getattr(found, overload) if overload else found
-    if isinstance(op, OpOverloadPacket):
-        if len(op.overloads()) > 1:
-            raise ValueError(f"register_side_effects: {op} has several overloads ({', '.join(op.overloads())}); name one")
-        op = getattr(op, op.overloads()[0])
-    assert isinstance(op, OpOverload)
-    return op
+        packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
+        if packet is None or (overload and overload not in packet.overloads()):
+            raise ValueError(f"{_WHO}: there is no op {op!r}; names are 'namespace::name' or with .overload")
+    if not overload and len(packet.overloads()) > 1:
+        raise ValueError(f"{_WHO}: {packet} has several overloads ({', '.join(packet.overloads())}); name one")
+    found: OpOverload = getattr(packet, overload or packet.overloads()[0])
+    return found
 
 
 @functools.cache

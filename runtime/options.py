@@ -10,6 +10,9 @@ from typing import Any
 from ..patterns import KINDS
 from .target import Target
 
+IN_PLACE = "in_place"
+_KINDS = (*KINDS, IN_PLACE)
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -17,6 +20,7 @@ class Options:
 
     Args:
         disable: kinds of fusion that are left alone, such as `{"qkv"}`. Their sites are recognised and reported still.
+            "in_place" leaves writes into buffers as the copies that AOTAutograd makes of them.
         exact_rounding: refuse a fusion where the op rounds elsewhere than the model does, as the report notes it.
         pack_weights: let separate projections of one input (q, k, v; gate, up) share one storage and one matmul.
         strict: raise on an internal failure, instead of running the graph unfused with a warning.
@@ -36,8 +40,8 @@ class Options:
         if isinstance(self.disable, str):
             raise ValueError(f"Options.disable: give a set of kinds, such as {{{self.disable!r}}}, not a string")
         object.__setattr__(self, "disable", frozenset(self.disable))
-        for kind in sorted(self.disable - set(KINDS)):
-            raise ValueError(f"Options.disable: unknown kind {kind!r}{_hint(kind, KINDS)}; known: {', '.join(KINDS)}")
+        for kind in sorted(self.disable - set(_KINDS)):
+            raise ValueError(f"Options.disable: unknown kind {kind!r}{_hint(kind, _KINDS)}; known: {', '.join(_KINDS)}")
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Options:

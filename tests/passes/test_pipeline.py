@@ -1,4 +1,4 @@
-"""A graph in which nothing fuses comes out node for node as it went in."""
+"""A graph in which nothing fuses comes out node for node as it went in, but for writes, which are put back in place."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def random(x: torch.Tensor) -> torch.Tensor:
 def test_without_ops_that_are_preserved_it_is_the_graph_of_aot_autograd(function: object) -> None:
     x = torch.randn(3, 8)
     wanted = form(through_aot_alone(function, x.clone()))
-    assert form(compiled(function, x.clone()).after.graph) == wanted
+    assert form(compiled(function, x.clone(), disable={"in_place"}).after.graph) == wanted
 
 
 def test_with_them_it_is_the_graph_that_was_recognised_with_the_models_ops() -> None:

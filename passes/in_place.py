@@ -1,0 +1,277 @@
+"""Puts writes back in place, where AOTAutograd has made them functions.
+
+    new = index_put(cache, …)               index_put_(cache, …)
+    y = f(new)                       →      y = f(cache)
+    copy_(cache, new)
+
+A whole copy of the cache is spared, twice. It may be done where nothing reads the old value any more: neither the
+buffer, nor a view of it, nor anything that shares its memory. Memory is told by the storages of fake values, and a
+place in it by offset, sizes and strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._ops import HigherOrderOperator, OpOverload
+
+from ..patterns import values
+from ..runtime.options import IN_PLACE
+from ..runtime.sizes import known_equal, known_same_shape, known_true
+from .effects import is_pure
+from .report import Site
+from .rewriter import Refused, Rewriter, same_layout
+from .writes import PUTS, Write, view_of, write
+
+aten = torch.ops.aten
+
+_VIEWS_OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
+
+
+def put_back(rewriter: Rewriter) -> list[Site]:
+    """Puts back in place what may be.
+
+    Returns:
+        A site for each write into an input of the graph that costs a copy of it, or did.
+    """
+    return list(_InPlace(rewriter).run())
+
+
+class _InPlace:
+    def __init__(self, rewriter: Rewriter) -> None:
+        self.rewriter = rewriter
+        self.roots = _roots(rewriter.graph)
+        self.epilogues = _epilogues(rewriter.graph)
+        # Scatters that put a value where it lies by now.
+        self.settled: set[fx.Node] = set()
+        # Where the values lay that are found at these nodes now.
+        self.moved: dict[fx.Node, frozenset[int]] = {}
+
+    def run(self) -> Iterator[Site]:
+        for node in list(self.rewriter.graph.nodes):
+            if node._erased:
+                continue
+            self._follow(node)
+            if node in self.settled or node in self.epilogues.values():
+                self._drop_if_done(node)
+                continue
+            candidate = write(node)
+            if candidate is not None:
+                yield from self._try(candidate)
+
+    def _try(self, candidate: Write) -> Iterator[Site]:
+        roots = [self.roots.get(storage) for base in candidate.bases for storage in storages(base)]
+        if not all(root is not None and self._is_ours(root) for root in roots):
+            return
+        is_input = any(root in self.epilogues for root in roots)
+        if not candidate.copies and not is_input:
+            return
+        site = Site(
+            IN_PLACE,
+            "refused",
+            module=values.module_path(candidate.node),
+            source=values.source_line(candidate.node),
+        )
+        try:
+            settled = self._judge(candidate)
+        except Refused as refusal:
+            site.reason = str(refusal)
+        else:
+            site.status, site.op = "lowered", candidate.op._schema.name
+            self.settled |= settled
+            left = _memory_of(candidate.results)
+            candidate.apply(self.rewriter)
+            self._move((*candidate.bases, candidate.node), left)
+        if candidate.copies and is_input:
+            yield site
+
+    def _move(self, nodes: Iterable[fx.Node], left: frozenset[int]) -> None:
+        for node in nodes:
+            self.moved[node] = self.moved.get(node, frozenset()) | left
+
+    def _follow(self, node: fx.Node) -> None:
+        """A view of what lies elsewhere now lies there too."""
+        lay = storages(node)
+        if any(lay & self.moved.get(n, frozenset()) for n in node.all_input_nodes):
+            self._move([node], lay)
+            node.meta["val"] = self.rewriter.fake(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+
+    def _drop_if_done(self, node: fx.Node) -> None:
+        """Takes out a scatter or an epilogue that puts a value where it lies anyway."""
+        base = node.args[0]
+        assert isinstance(base, fx.Node)
+        if self._is_done(node, {}):
+            self._move([base], storages(node))
+            node.replace_all_uses_with(base)
+            self.rewriter.graph.erase_node(node)
+
+    def _is_ours(self, root: fx.Node) -> bool:
+        """Whether memory may be written: of an input that is written anyway, or of a new value.
+
+        An op of others may give its argument back and not say so.
+        """
+        if root.op == "placeholder":
+            return root in self.epilogues
+        op = root.target
+        is_new = isinstance(op, OpOverload) and op.namespace in ("aten", "prims", "npu_fuse")
+        return is_new or isinstance(op, HigherOrderOperator) or "npu_fuse" in root.meta
+
+    # Whether it may be ---------------------------------------------------------------------------------------------
+
+    def _judge(self, candidate: Write) -> set[fx.Node]:
+        """The scatters that are settled when a write is put in place.
+
+        Raises:
+            Refused: it may not be put in place.
+        """
+        settled: set[fx.Node] = set()
+        seen: frozenset[int] = frozenset()
+        for base, result in zip(candidate.bases, candidate.results, strict=True):
+            memory = storages(base)
+            if memory & seen:
+                raise Refused("it writes one buffer through two arguments")
+            seen |= memory
+            if memory & _memory_of(candidate.reads):
+                raise Refused("it reads the buffer that it writes")
+            if overlaps_itself(value(base)):
+                sizes, strides = tuple(values.shape(base)), value(base).stride()
+                raise Refused(f"elements of the buffer share memory: sizes {sizes}, strides {strides}")
+            settled |= self._judge_behind(candidate, base, result)
+        return settled
+
+    def _judge_behind(self, candidate: Write, base: fx.Node, result: fx.Node | None) -> set[fx.Node]:
+        """The same for one buffer: nothing may read its old value later, or rely on the new one being apart."""
+        (memory,) = storages(base)
+        epilogue = self.epilogues.get(self.roots[memory])
+        places = {} if result is None else {result: value(base)}  # where new values will lie
+        if result is not None and not _may_lie(result, base):
+            new, old = value(result).stride(), value(base).stride()
+            raise Refused(f"the new value has other strides than the buffer: {new} and {old}")
+        is_over = is_final = False
+        for node in _behind(candidate.node):
+            if is_over:
+                if _memory_of(places) & _memory_of(self._read_by(node)) and (node.op == "output" or not is_final):
+                    raise Refused("the new value is given back as a tensor of its own")
+            elif node is epilogue:
+                if memory in storages(node.args[1]):
+                    raise Refused("an old value is copied back into the buffer")
+                is_over, is_final = True, self._is_done(node, places)
+            elif memory in _memory_of(node.all_input_nodes):
+                if self._is_done(node, places) and _may_lie(node, node.args[0]):
+                    places[node] = value(node.args[0])
+                elif memory not in storages(node) or not is_pure(node):  # what reads a view is judged itself
+                    raise Refused(f"the old value is read later, by {_name(node)}")
+        if epilogue is not None and not (candidate.copies or is_final or len(places) > 1):
+            raise Refused("the buffer gets another value in the end")
+        return {node for node in places if node is not result}
+
+    def _read_by(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs of a node; of the output, those that aren't made anew, as views of inputs, by AOTAutograd."""
+        if node.op != "output":
+            return node.all_input_nodes
+        given: Any = node.args[0]
+        context = torch._guards.TracingContext.try_get()
+        metadata = context.fw_metadata if context is not None else None
+        infos = metadata.output_info if metadata is not None else []
+        behind = metadata.num_intermediate_bases if metadata is not None else 0
+        first = len(given) - behind - len(infos)  # inputs that are written by AOTAutograd come before
+        views = {first + i for i, info in enumerate(infos) if info.output_type in _VIEWS_OF_INPUTS}
+        return [value for i, value in enumerate(given) if isinstance(value, fx.Node) and i not in views]
+
+    def _is_done(self, node: fx.Node, places: Mapping[fx.Node, torch.Tensor]) -> bool:
+        """Whether a scatter or an epilogue puts a value where it lies, or will lie by `places`."""
+        if node.target not in PUTS and node not in self.epilogues.values():
+            return False
+        base, part = node.args[:2]
+        if not isinstance(base, fx.Node) or not isinstance(part, fx.Node):
+            return False
+        target = view_of(node, value(base), self.rewriter) if node.target in PUTS else value(base)
+        return same_place(target, places.get(part, value(part)))
+
+
+def _may_lie(result: object, base: object) -> bool:
+    """Whether a new value may lie in its base: in the layout that it had, or with no one who sees its layout."""
+    new, old = value(result), value(base)
+    if new.dtype != old.dtype or new.device != old.device or not known_same_shape(new.shape, old.shape):
+        return False
+    assert isinstance(result, fx.Node)
+    is_seen = any(user.target not in PUTS or user.args[1] is not result for user in result.users)
+    return not is_seen or same_layout(new, old)
+
+
+def value(node: object) -> torch.Tensor:
+    tensor = values.tensor(node)
+    assert tensor is not None
+    return tensor
+
+
+def storages(node: object) -> frozenset[int]:
+    """What identifies the memory of a node's value, of all tensors in it."""
+    found = pytree.tree_leaves(node.meta.get("val")) if isinstance(node, fx.Node) else ()
+    return frozenset(v.untyped_storage()._cdata for v in found if isinstance(v, torch.Tensor))
+
+
+def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements of one storage, in the same order."""
+    return (
+        a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and a.dtype == b.dtype
+        and known_same_shape(a.shape, b.shape)
+        and known_equal(a.storage_offset(), b.storage_offset())
+        and same_layout(a, b)
+    )
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory, unless it is known that none do."""
+    extent: int | torch.SymInt = 1
+    pending = [(s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if not known_equal(n, 1)]
+    while pending:
+        axis = next(((s, n) for s, n in pending if all(known_true(s <= other) for other, _ in pending)), None)
+        if axis is None or not known_true(axis[0] >= extent):
+            return True
+        pending.remove(axis)
+        extent = axis[0] * axis[1]
+    return False
+
+
+def _roots(graph: fx.Graph) -> dict[int, fx.Node]:
+    """The node that made each memory, if it is one only."""
+    roots: dict[int, fx.Node] = {}
+    shared = set()
+    for node in graph.nodes:
+        for storage in storages(node):
+            if node.op == "placeholder" and storage in roots:
+                shared.add(storage)
+            roots.setdefault(storage, node)
+    return {storage: node for storage, node in roots.items() if storage not in shared}
+
+
+def _epilogues(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The copy that gives each input its final value."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        if isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder":
+            found.setdefault(node.args[0], []).append(node)
+    return {buffer: copies[0] for buffer, copies in found.items() if len(copies) == 1}
+
+
+def _behind(node: fx.Node) -> Iterator[fx.Node]:
+    while (node := node.next).op != "root":
+        yield node
+
+
+def _memory_of(nodes: Iterable[fx.Node | None]) -> frozenset[int]:
+    return frozenset().union(*map(storages, nodes))
+
+
+def _name(node: fx.Node) -> str:
+    if node.op == "output":
+        return "the caller"
+    source = values.source_line(node)
+    return f"{node.target} ({source})" if source else str(node.target)
