@@ -204,7 +204,7 @@ def _attention(
             traits.append(f"a second {name}")
             continue
         inputs[name] = addition.node
-        traits += _traits(addition, found.q.merged)
+        traits += _traits(addition, found.q.merged, name == "bias")
         if name == "mask" or mask is NO_MASK:
             mask = _with_fill(of, addition)
             hides = addition.hides
@@ -254,13 +254,14 @@ def _text(shape: tuple[Size, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _traits(addition: Addition, merged: bool) -> list[str]:
+def _traits(addition: Addition, merged: bool, is_bias: bool) -> list[str]:
     """What of a mask no op knows."""
     traits = []
     shape = values.shape(addition.node)
     if addition.rank > 4:
         traits.append(f"scores of {addition.rank} axes")
-    if merged and addition.rank == 3 and len(shape) == 3 and static_int(shape[0]) != 1:
+    is_by_head = merged and addition.rank == 3 and len(shape) == 3 and static_int(shape[0]) != 1
+    if is_by_head and not is_bias:
         traits.append("a mask with batch and heads in one axis")
     if addition.fill > addition.lowest:
         traits.append(f"the score {addition.fill:g} for hidden keys")

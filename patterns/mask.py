@@ -134,8 +134,25 @@ def classify(mask: fx.Node, q_len: Size, kv_len: Size, *, hides: bool = False) -
     entries = Entries(_RULES, Facts())
     axes = Axes.of((batch, head, of_size(q_len), of_size(kv_len)), entries.facts)
     with unset_fake_temporarily():  # constants are computed
+        _assume_places(mask.graph, entries)
         found = _by_formula(mask, axes, entries, hides)
         return found if found.visibility is not None else _by_value(mask, axes, entries.facts, hides) or found
+
+
+def _assume_places(graph: fx.Graph, entries: Entries) -> None:
+    """What the writes of a graph say of integers that it reads: an index outside its tensor is an error.
+
+    So is the length of a cache known to be no less than zero where the new keys are copied behind it.
+    """
+    writes = graph.find_nodes(op="call_function", target=torch.ops.aten.index_copy.default, sort=False)
+    for index, size in {(node.args[2], of_size(values.shape(node)[node.args[1]])) for node in writes}:
+        (length,) = map(of_size, values.shape(index) or (1,))
+        for place in (Linear(0), length - 1):
+            cases = entries.cases(index, (place,) if values.shape(index) else ())
+            for _, number in cases if len(cases) == 1 else ():
+                if isinstance(number, Linear):
+                    entries.facts.assume(number)
+                    entries.facts.assume(size - 1 - number)
 
 
 def _is_written(mask: fx.Node) -> bool:

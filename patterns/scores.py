@@ -11,6 +11,8 @@ from torch import fx
 
 from . import values
 from .linear import is_matmul
+from .masks.constant_mask import constant
+from .masks.creation import lifted
 from .movement import COPIES, ROW_MAJOR_VIEWS, source
 from .repeated_heads import repeated_heads
 
@@ -145,12 +147,12 @@ def _factor(node: fx.Node) -> tuple[fx.Node, float] | None:
 
 
 def _number(value: object) -> float:
-    """A number, or a tensor that is one; NaN for anything else."""
+    """A number, or a tensor of no axes that is one; NaN for anything else."""
     if isinstance(value, fx.Node) and values.tensor(value) is not None and not values.shape(value):
-        while values.is_float_cast(value) or value.target in (*COPIES, aten.alias.default, aten.detach.default):
-            value = source(value)
-        if value.target in (aten.full.default, aten.scalar_tensor.default):
-            value = value.args[-1]
+        found = lifted(value)
+        if found is None:
+            found = constant(value, rounds=True)
+        return math.nan if found is None else float(found)
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 

@@ -18,6 +18,7 @@ from torch import fx
 from . import values
 from .canonical import Canonicaliser
 from .functional import is_functional
+from .masks.creation import lifted
 from .preserved import original
 
 aten = torch.ops.aten
@@ -115,8 +116,12 @@ def spell(root: fx.Node, inputs: Mapping[str, fx.Node], c: Canonicaliser) -> Spe
         return None
     steps = []
     for node in order:
-        args, kwargs = (_stored(value, slots, c) for value in (tuple(node.args), dict(node.kwargs)))
-        steps.append(Step(original(node.target), args, kwargs))
+        number = _lifted_number(node)
+        if number is not None:
+            steps.append(Step(aten.scalar_tensor.default, (number.item(),), (("dtype", number.dtype),)))
+        else:
+            args, kwargs = (_stored(value, slots, c) for value in (tuple(node.args), dict(node.kwargs)))
+            steps.append(Step(original(node.target), args, kwargs))
         slots[c.numbers[node]] = Slot(len(inputs) + len(steps) - 1)
     shapes = tuple(tuple(map(_stored_size, values.shape(node))) for node in inputs.values())
     return Spelling(tuple(inputs), shapes, tuple(steps))
@@ -134,12 +139,20 @@ def _sorted_subgraph(root: fx.Node, known: Mapping[int, Slot], c: Canonicaliser)
             pending.pop()
         elif node in entered:  # all that it reads is found
             found[number] = pending.pop()
+        elif _lifted_number(node) is not None:
+            found[number] = pending.pop()
         elif node.op != "call_function" or not is_functional(node) or len(entered) >= _LIMIT:
             return None
         else:
             entered.add(node)
             pending.extend(node.all_input_nodes)
     return list(found.values())
+
+
+def _lifted_number(node: fx.Node) -> torch.Tensor | None:
+    """A number of the model's code that is a tensor in the graph."""
+    value = lifted(node)
+    return value if value is not None and not value.dim() else None
 
 
 def _stored(value: Any, slots: Mapping[int, Slot], c: Canonicaliser) -> Any:

@@ -143,7 +143,7 @@ def _is_contiguous_copy(node: fx.Node) -> bool:
 def _replace(old: fx.Node, result: fx.Node, order: tuple[int, ...], edit: Edit) -> None:
     shape = values.shape(old)
     if len(shape) == 3:
-        heads_second = edit.permuted(result, order)  # an order that undoes itself
+        heads_second = edit.contiguous(edit.permuted(result, order))  # an order that undoes itself
         edit.replace(old, edit.view(heads_second, edit.sizes(old)))
         return
     copies = _copies_of_swapped(old)

@@ -15,6 +15,7 @@ from ...patterns.cone import walk
 from ...patterns.masks.integers import Linear, of_size
 from ...patterns.masks.visibility import Visibility
 from ...patterns.match import Match
+from ...runtime.ops.attention_call import SHIFT_ALIGNMENT
 from ...runtime.ops.attention_mask import (
     BAND,
     LEFT_UP_CAUSAL,
@@ -23,7 +24,7 @@ from ...runtime.ops.attention_mask import (
     compressed_causal_mask,
 )
 from ...runtime.ops.contract import OpContract
-from ...runtime.sizes import known_equal, known_same_shape, known_true
+from ...runtime.sizes import known_equal, known_same_shape, known_true, static_int
 from ..rewriter import Edit, Refused
 
 aten = torch.ops.aten
@@ -170,10 +171,23 @@ def _shift(match: Match, query: fx.Node, key: fx.Node, edit: Edit) -> fx.Node:
     edit.note(f"the op adds the bias in float32; the model in {values.dtype(bias)}")
 
     def make() -> fx.Node:
-        return edit.contiguous(_expanded(_four_axes(bias, edit), query, key, edit, p.num_heads))
+        shape = values.shape(bias)
+        if p.merged and len(shape) == 3 and not known_equal(shape[0], 1):
+            rows, keys = (edit.rewriter.size(shape[axis], bias, axis) for axis in (1, 2))
+            by_head = edit.view(bias, [-1, p.num_heads, rows, keys])
+        else:
+            by_head = _four_axes(bias, edit)
+        return edit.contiguous(_aligned(_expanded(by_head, query, key, edit, p.num_heads), edit))
 
     sizes = map(of_size, (values.shape(query)[2], values.shape(key)[2]))
     return edit.share(("shift", bias, p.num_heads, *sizes), make)
+
+
+def _aligned(shift: fx.Node, edit: Edit) -> fx.Node:
+    """The bias with rows that the op can read: what they are padded with it doesn't."""
+    keys = static_int(values.shape(shift)[-1])
+    missing = -keys % (SHIFT_ALIGNMENT // values.dtype(shift).itemsize) if keys is not None else 0
+    return edit.call(aten.constant_pad_nd.default, shift, [0, missing]) if missing else shift
 
 
 def _is_finite(bias: fx.Node, edit: Edit) -> bool:

@@ -58,10 +58,15 @@ _EXACT = frozenset(
 )
 
 
-def constant(mask: fx.Node) -> torch.Tensor | None:
-    """The value, on the CPU, of a tensor that depends on no input; None where it does, is large or may be another."""
-    cone = walk(mask, lambda node: node.target is aten.lift_fresh_copy.default, _MOST_NODES)
-    if cone is None or not all(_is_known(node) for node in cone.nodes):
+def constant(root: fx.Node, *, rounds: bool = False) -> torch.Tensor | None:
+    """The value, on the CPU, of a tensor that depends on no input; None where it does, is large or may be another.
+
+    Args:
+        root: the tensor.
+        rounds: whether floats may be rounded on the way, which another device may do otherwise in the last bit.
+    """
+    cone = walk(root, lambda node: node.target is aten.lift_fresh_copy.default, _MOST_NODES)
+    if cone is None or not all(_is_known(node, rounds) for node in cone.nodes):
         return None
     known: dict[fx.Node, Any] = {}
     for node in cone.inputs:
@@ -76,11 +81,11 @@ def constant(mask: fx.Node) -> torch.Tensor | None:
             known[node] = node.target(*args, **{**kwargs, **on_cpu})  # type: ignore[operator]  # an op
         except RuntimeError:
             return None  # an op that has no kernel for the CPU
-    result: torch.Tensor = known[mask]
+    result: torch.Tensor = known[root]
     return result
 
 
-def _is_known(node: fx.Node) -> bool:
+def _is_known(node: fx.Node, rounds: bool) -> bool:
     value = values.tensor(node)
     if not is_functional(node) or node.target in _UNINITIALISED:
         return False
@@ -89,7 +94,7 @@ def _is_known(node: fx.Node) -> bool:
     sizes = [static_int(size) for size in value.shape]
     if any(size is None for size in sizes) or prod(size or 0 for size in sizes) > _MOST_ELEMENTS:
         return False
-    return not values.is_float(node) or node.target in _EXACT or is_movement(node)
+    return rounds or not values.is_float(node) or node.target in _EXACT or is_movement(node)
 
 
 def band_of(visible: torch.Tensor) -> Band | None:

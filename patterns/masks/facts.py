@@ -16,15 +16,19 @@ _MOST_STEPS = 400
 _MOST_INEQUALITIES = 200
 
 
+# What is at least zero, by what it speaks of.
+Ranges = dict[Axis | Entry, tuple[Linear, ...]]
+
+
 class _TooLongError(Exception):
     """A proof that takes too many steps."""
 
 
 class Facts:
-    """The ranges of axes; sizes and quotients carry their own."""
+    """The ranges of axes, and of integers that are read at run time; sizes and quotients carry their own."""
 
     def __init__(self) -> None:
-        self._ranges: dict[Axis, tuple[Linear, ...]] = {}
+        self._ranges: Ranges = {}
         self._refuted: dict[Formula, bool] = {}
 
     def axis(self, name: str, size: Linear) -> Linear:
@@ -32,6 +36,12 @@ class Facts:
         axis = Axis(name)
         self._ranges[axis] = (form(axis), size - form(axis) - 1)
         return form(axis)
+
+    def assume(self, form: Linear) -> None:
+        """Takes for known that a form over integers that are read is at least zero."""
+        for atom in form.atoms():
+            if isinstance(atom, Entry):
+                self._ranges[atom] = (*self._ranges.get(atom, ()), form)
 
     def refutes(self, formula: Formula) -> bool:
         """Whether the formula is false for all integers."""
@@ -60,7 +70,7 @@ class Facts:
 class _Search:
     """Goes through the ways to make a formula true."""
 
-    def __init__(self, ranges: dict[Axis, tuple[Linear, ...]]) -> None:
+    def __init__(self, ranges: Ranges) -> None:
         self._ranges = ranges
         self._steps = 0
 
@@ -105,9 +115,9 @@ class _Search:
         return found
 
 
-def _range(atom: Atom, ranges: dict[Axis, tuple[Linear, ...]]) -> Iterable[Linear]:
+def _range(atom: Atom, ranges: Ranges) -> Iterable[Linear]:
     match atom:
-        case Axis():
+        case Axis() | Entry():
             return ranges.get(atom, ())
         case Length(_, low, high):
             below = [form(atom) - low] if low is not None else []
@@ -115,8 +125,6 @@ def _range(atom: Atom, ranges: dict[Axis, tuple[Linear, ...]]) -> Iterable[Linea
         case Quotient(dividend, divisor):
             rest = dividend - form(atom) * divisor
             return [rest, -rest + (divisor - 1)]
-        case Entry():
-            return ()
 
 
 def _contradictory(inequalities: Iterable[Linear]) -> bool:

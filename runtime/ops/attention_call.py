@@ -15,6 +15,7 @@ from .reasons import contiguity, dtype_among, dtype_name, rank_between, shape_te
 
 __all__ = [
     "MAX_TOKENS",
+    "SHIFT_ALIGNMENT",
     "AttentionCall",
     "head_dim_reasons",
     "head_reasons",
@@ -32,7 +33,8 @@ _MAX_GROUP = 64
 _MAX_HEAD_DIM = 512
 _HEAD_DIM_ALIGNMENT = 16
 _ROW_LIMIT = 65535
-_SHIFT_ALIGNMENT = 32
+# Rows of a shift take multiples of so many bytes.
+SHIFT_ALIGNMENT = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,8 +223,8 @@ def shift_reasons(call: AttentionCall) -> Iterator[str]:
         )
     if not known_true(last >= tokens_of_key):
         yield f"rows of pse_shift {shape_text(shift.shape)} are not known to cover {tokens_of_key} keys"
-    if not known_true(last * shift.element_size() % _SHIFT_ALIGNMENT == 0):
+    if not known_true(last * shift.element_size() % SHIFT_ALIGNMENT == 0):
         yield (
-            f"rows of pse_shift {shape_text(shift.shape)} are not known to take multiples of {_SHIFT_ALIGNMENT} bytes"
+            f"rows of pse_shift {shape_text(shift.shape)} are not known to take multiples of {SHIFT_ALIGNMENT} bytes"
             " (pad the last dim; what it is padded with is not read)"
         )
