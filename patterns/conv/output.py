@@ -19,6 +19,7 @@ from ...runtime.sizes import Size, known_equal, static_int
 from .. import values
 from ..canonical import Canonicaliser
 from ..captured import Captured, captured
+from ..preserved import original
 from ..term import Call
 from .columns import TIME, UNIT, Columns
 from .move import argument, move
@@ -159,7 +160,7 @@ def _core(node: fx.Node, c: Canonicaliser) -> Output | None:
         return _convolution(node, c)
     if node.target is aten.sum.dim_IntList:
         return _summed(node, c)
-    if node.target is aten.bmm.default:
+    if original(node.target) in (aten.bmm.default, aten.matmul.default):
         return _matmul(node, c)
     return _tap_by_tap(node, c) if node.target is aten.add.Tensor else None
 
@@ -264,18 +265,24 @@ def _aligned_roles(weight: fx.Node, roles: Sequence[str]) -> Roles:
 
 
 def _matmul(node: fx.Node, c: Canonicaliser) -> Output | None:
-    """A matmul a channel, of its windows and its filter."""
-    a, b = node.args
+    """A matmul of windows and the filter of each channel."""
+    a, b = node.args[:2]
     assert isinstance(a, fx.Node)
     assert isinstance(b, fx.Node)
-    sides = (
-        (a, (CHANNEL, BATCH, TIME), b, (CHANNEL, TIME, UNIT), (CHANNEL, BATCH, UNIT)),
-        (b, (CHANNEL, TIME, BATCH), a, (CHANNEL, UNIT, TIME), (CHANNEL, UNIT, BATCH)),
-    )
-    for window, roles, weight, filters, result in sides:
-        if static_int(values.shape(weight)[filters.index(UNIT)]) != 1:
+    shape = values.shape(node)
+    sides = ((a, (BATCH, TIME), b, (TIME, UNIT), (BATCH, UNIT)), (b, (TIME, BATCH), a, (UNIT, TIME), (UNIT, BATCH)))
+    for window, rows, weight, taps, result in sides:
+        ranks = {len(values.shape(n)) for n in (node, window)}
+        if ranks != {len(shape)} or len(shape) < 3 or static_int(values.shape(weight)[taps.index(UNIT) - 2]) != 1:
             continue
-        found = _output(node, (window, roles), (weight, filters), result, c)
+        channel = _channel_axis(weight, len(shape), len(shape) - 2 + taps.index(TIME))
+        if channel is None or channel >= len(shape) - 2 or not values.same_shape(values.shape(window)[:-2], shape[:-2]):
+            continue
+        leading = tuple(CHANNEL if axis == channel else BATCH for axis in range(len(shape) - 2))
+        filters = _aligned_roles(weight, (*leading, *taps))
+        if static_int(shape[-2 + result.index(BATCH)]) == 1:
+            rows, result = (UNIT, TIME) if rows[1] == TIME else (TIME, UNIT), (UNIT, UNIT)
+        found = _output(node, (window, (*leading, *rows)), (weight, filters), (*leading, *result), c)
         if found is not None and known_equal(found.columns.length, found.width):
             return replace(found, last=found.width - 1, count=1)
     return None
@@ -304,7 +311,7 @@ def _tap_by_tap(node: fx.Node, c: Canonicaliser) -> Output | None:
     if addends is None:
         return None
     rank = len(values.shape(node))
-    for time in (None, *range(rank)):
+    for time in (*reversed(range(rank)), None):
         for channel in range(rank):
             if channel != time:
                 found = _taps(node, addends, time, channel, c)
@@ -370,6 +377,8 @@ def _taps(
         return None
     whole = joined([*(taps[place].cut(0, 1) for place in range(size - 1)), taps[size - 1]])
     count = taps[0].length
-    if whole is None or not all(whole.cut(place, place + count).is_same(taps[place]) for place in taps):
+    if whole is None or len([piece for piece in whole.pieces if piece.source is not None]) > 2:
+        return None  # of a state and x they are two
+    if not all(whole.cut(place, place + count).is_same(taps[place]) for place in taps):
         return None
     return Output(node, reader, whole, source, None, None, size - 1, count, roles)

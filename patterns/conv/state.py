@@ -120,7 +120,7 @@ class Write:
         value: its columns.
         buffer: what they are written into; None where they are a result of the graph.
         indices: the rows of the buffer; None where it is overwritten as a whole.
-        result: the buffer after it.
+        result: what the whole of the buffer is after it.
     """
 
     value: fx.Node
@@ -135,7 +135,7 @@ def write(node: fx.Node) -> Write | None:
         return None
     if node.target in (aten.copy.default, aten.copy_.default):
         buffer, value = node.args[:2]
-        return _write(node, value, buffer, None)
+        return _write(value if node.target is aten.copy_.default else node, value, buffer, None)
     if node.target is aten.index_put.default and not argument(node, 3, "accumulate", False):
         buffer, rows, value = node.args[:3]
         return _write(node, value, buffer, rows[0]) if isinstance(rows, (list, tuple)) and len(rows) == 1 else None
@@ -145,8 +145,10 @@ def write(node: fx.Node) -> Write | None:
     return Write(node, None, None, node) if any(user.op == "output" for user in node.users) else None
 
 
-def _write(node: fx.Node, value: object, buffer: object, indices: object) -> Write | None:
-    if not isinstance(value, fx.Node) or not isinstance(buffer, fx.Node) or not values.is_float(value):
+def _write(result: object, value: object, buffer: object, indices: object) -> Write | None:
+    if not isinstance(result, fx.Node) or not isinstance(value, fx.Node) or not isinstance(buffer, fx.Node):
+        return None
+    if not values.is_float(value):
         return None
     shape = values.shape(buffer)
     if indices is not None:
@@ -156,7 +158,7 @@ def _write(node: fx.Node, value: object, buffer: object, indices: object) -> Wri
         shape = (*values.shape(found[1]), *shape[1:])
     if not values.same_shape(shape, values.shape(value)):
         return None
-    return Write(value, buffer, indices if isinstance(indices, fx.Node) else None, node)
+    return Write(value, buffer, indices if isinstance(indices, fx.Node) else None, result)
 
 
 def writes_near(nodes: Iterator[fx.Node], c: Canonicaliser) -> Iterator[Write]:
