@@ -94,7 +94,7 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "s
 
 
 def _called(node: fx.Node, c: Canonicaliser) -> Match | Miss:
-    given = {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
+    given: dict[str, Any] = {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
     query, key, value = (operand(given[name], takes_factors=name != "value") for name in _ARGUMENTS[:3])
     mask, scale = given.get("attn_mask"), given.get("scale")
     head_dim = values.last_dim(given["query"])
@@ -117,9 +117,7 @@ def _written_out(node: fx.Node, c: Canonicaliser) -> Match | Miss | None:
     softmax, traits = _softmax(left)
     if softmax is None:
         return None
-    below, sink = source(softmax), None
-    if "sinks" in traits:
-        below, sink = _without_sinks(below)
+    below, sink = _without_sinks(source(softmax)) if "sinks" in traits else (source(softmax), None)
     found = scores(below) if below is not None else None
     if found is None:
         return Miss(KIND, node, "what is multiplied is a softmax, but not of scale * q k^T", place=softmax, matched=1)
@@ -158,10 +156,11 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 def _cuts_the_last(node: fx.Node) -> bool:
     """True for x[..., :-1]."""
-    _, dim, start, _, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    given: Any = dict(zip(("dim", "start", "end", "step"), node.args[1:], strict=False))
     before, after = values.shape(source(node)), values.shape(node)
-    along_last = isinstance(dim, int) and dim % len(before) == len(before) - 1
-    return along_last and start in (0, None) and step == 1 and known_equal(before[-1] - 1, after[-1])
+    along_last = given.get("dim", 0) % len(before) == len(before) - 1
+    from_first = given.get("start") in (0, None) and given.get("step", 1) == 1
+    return along_last and from_first and known_equal(before[-1] - 1, after[-1])
 
 
 def _without_sinks(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:

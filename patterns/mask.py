@@ -90,6 +90,11 @@ class Mask:
         return frozenset((self.kind, *empty))
 
 
+def lowest(dtype: torch.dtype) -> float:
+    """What hides a key where it is added to a score or stands in its place: the lowest number, also of bfloat16."""
+    return max(torch.finfo(dtype).min, torch.finfo(torch.bfloat16).min)
+
+
 NO_MASK = Mask("none", Visibility(every_query_sees_a_key=True))
 CAUSAL_FLAG = Mask("causal_flag", Visibility(Band(None, Linear(0)), every_query_sees_a_key=True))
 
@@ -177,20 +182,21 @@ def _by_formula(mask: fx.Node, axes: Axes, entries: Entries, hides: bool) -> Mas
     index = (axes.batch, axes.head, axes.query, axes.key)[4 - len(values.shape(mask)) :]
     if values.dtype(mask) is torch.bool:
         truth = entries.truth(mask, index)
-        return _of_formula(negation(truth) if hides else truth, axes, entries, lowest=False)
+        return _of_formula(negation(truth) if hides else truth, axes, entries, by_lowest=False)
     seen: Formula = False
-    lowest = False
-    for case, number in entries.cases(mask, index):
+    by_lowest = False
+    for case, found in entries.cases(mask, index):
+        number = found.number if isinstance(found, Linear) else found
         if number == 0:
             seen = disjunction(seen, case)
-        elif number == torch.finfo(values.dtype(mask)).min:
-            lowest = True
-        elif number != -math.inf:
+        elif number is None or number > lowest(values.dtype(mask)):
             return Mask("bias", reason=f"it adds {number or 'numbers that are not known'}, and not only 0 and -inf")
-    return _of_formula(seen, axes, entries, lowest)
+        elif number != -math.inf:
+            by_lowest = True
+    return _of_formula(seen, axes, entries, by_lowest)
 
 
-def _of_formula(visible: Formula, axes: Axes, entries: Entries, lowest: bool) -> Mask:
+def _of_formula(visible: Formula, axes: Axes, entries: Entries, by_lowest: bool) -> Mask:
     for axis in (axes.batch, axes.head):
         first = substituted(visible, {atom: Linear(0) for atom, _ in axis.terms})
         if entries.facts.equivalent(visible, first):
@@ -198,23 +204,23 @@ def _of_formula(visible: Formula, axes: Axes, entries: Entries, lowest: bool) ->
     found = visibility(visible, axes, entries)
     varies = depends_on_batch_or_head(visible)
     if isinstance(found, str):
-        return Mask("per_batch_or_head" if varies else "other", None, found, lowest)
+        return Mask("per_batch_or_head" if varies else "other", None, found, by_lowest)
     if varies:
-        return Mask("per_batch_or_head", found, "", lowest)
-    return _named(found, axes, entries.facts, lowest)
+        return Mask("per_batch_or_head", found, "", by_lowest)
+    return _named(found, axes, entries.facts, by_lowest)
 
 
-def _named(found: Visibility, axes: Axes, facts: Facts, lowest: bool) -> Mask:
+def _named(found: Visibility, axes: Axes, facts: Facts, by_lowest: bool) -> Mask:
     """The mask, all of whose batch and heads see the same."""
     if found.padding is not None:
-        return Mask("key_padding", found, "", lowest)
+        return Mask("key_padding", found, "", by_lowest)
     if found.segments is not None:
-        return Mask("packed", found, "", lowest)
+        return Mask("packed", found, "", by_lowest)
     if found.chunk is not None:
-        return Mask("chunked", found, "", lowest)
+        return Mask("chunked", found, "", by_lowest)
     kind = _band_kind(found.band, axes, facts)
     reason = f"a query sees the keys with {found.band}" if kind == "other" else ""
-    return Mask(kind, found, reason, lowest)
+    return Mask(kind, found, reason, by_lowest)
 
 
 def _band_kind(band: Band, axes: Axes, facts: Facts) -> Kind:
@@ -240,19 +246,19 @@ def _by_value(mask: fx.Node, axes: Axes, facts: Facts, hides: bool) -> Mask | No
     value = constant(mask) if q_len is not None and kv_len is not None else None
     if value is None or q_len is None or kv_len is None:
         return None
-    lowest = False
+    by_lowest = False
     if value.dtype is not torch.bool:
-        least = torch.finfo(value.dtype).min
-        lowest = bool((value == least).any())
-        if not ((value == 0) | (value == least) | (value == -math.inf)).all():
+        is_low = value <= lowest(value.dtype)
+        by_lowest = bool((is_low & (value != -math.inf)).any())
+        if not (is_low | (value == 0)).all():
             return None
         value = value == 0
     elif hides:
         value = ~value
     tables = value.expand(*value.shape[:-2], q_len, kv_len).reshape(-1, q_len, kv_len)
     if not (tables == tables[0]).all():
-        return Mask("per_batch_or_head", None, "it is a constant that differs by batch or head", lowest)
+        return Mask("per_batch_or_head", None, "it is a constant that differs by batch or head", by_lowest)
     band = band_of(tables[0])
     if band is None:
         return None
-    return _named(Visibility(band, every_query_sees_a_key=bool(tables[0].any(-1).all())), axes, facts, lowest)
+    return _named(Visibility(band, every_query_sees_a_key=bool(tables[0].any(-1).all())), axes, facts, by_lowest)

@@ -68,6 +68,20 @@ def source(node: fx.Node) -> fx.Node:
     return first
 
 
+def permutation(node: fx.Node) -> tuple[int, ...] | None:
+    """The axes of its input, in the order of its own, of a node that permutes axes; else None."""
+    if values.tensor(node) is None or node.target not in (aten.transpose.int, aten.permute.default, aten.t.default):
+        return None
+    rank = len(values.shape(node))
+    axes: Any = node.args[1:]
+    if node.target is aten.permute.default:
+        return tuple(axis % rank for axis in axes[0])
+    order = list(range(rank))
+    a, b = (axis % rank for axis in axes) if axes else (0, rank - 1)
+    order[a], order[b] = order[b], order[a]
+    return tuple(order)
+
+
 def trace(node: fx.Node, through: Callable[[fx.Node], bool] = is_movement) -> tuple[fx.Node, tuple[fx.Node, ...]]:
     """Follows movement down from `node`: the first node that is none, and the moving nodes from it up to `node`."""
     path: list[fx.Node] = []

@@ -51,17 +51,16 @@ def _expanded(node: fx.Node, heads: int) -> tuple[fx.Node, int] | None:
     below = source(node)
     while below.target in COPIES:
         below = source(below)
-    if below.target is not aten.expand.default:
+    if below.target is not aten.expand.default or len(values.shape(below)) != 5:
         return None
-    batch, kv_heads, times, *rest = (*values.shape(below), 0, 0, 0)[:5]
+    batch, *repeated, tokens, head_dim = values.shape(below)
+    kv_heads, times = map(static_int, repeated)
+    if kv_heads is None or times is None or kv_heads * times != heads:
+        return None
     inner = source(below)
-    times, kv_heads = static_int(times), static_int(kv_heads)
-    if len(values.shape(below)) != 5 or times is None or kv_heads is None or kv_heads * times != heads:
-        return None
-    if not values.same_shape((batch, *rest), (values.shape(node)[0], *values.shape(node)[2:])):
-        return None
-    once = values.same_shape(values.shape(inner), (batch, kv_heads, 1, *rest))
-    if not once or inner.target not in ROW_MAJOR_VIEWS:
+    rest = (tokens, head_dim)
+    once = values.same_shape(values.shape(inner), (batch, kv_heads, 1, *rest)) and inner.target in ROW_MAJOR_VIEWS
+    if not once or not values.same_shape(values.shape(node), (batch, heads, *rest)):
         return None
     base = source(inner)
     return (base, times) if values.same_shape(values.shape(base), (batch, kv_heads, *rest)) else None

@@ -11,9 +11,10 @@ from torch import fx
 
 from . import values
 from .linear import is_matmul
+from .mask import lowest
 from .masks.constant_mask import constant
 from .masks.creation import lifted
-from .movement import COPIES, ROW_MAJOR_VIEWS, source
+from .movement import COPIES, ROW_MAJOR_VIEWS, permutation, source
 from .repeated_heads import repeated_heads
 
 aten = torch.ops.aten
@@ -46,7 +47,7 @@ class Addition:
         node: a bool tensor, or a float one that is added.
         hides: whether True hides a key, in a bool tensor.
         fill: the score that a hidden key gets, by a bool tensor.
-        lowest: the lowest score that there is, in their type.
+        lowest: a score that is as low as a hidden key's has to be, in their type.
         rank: how many axes the scores have to which it is added.
     """
 
@@ -77,8 +78,8 @@ class Scores:
 
     def scaled(self, by: float) -> Scores:
         """All of it times a number. A key that -inf hides stays hidden."""
-        stays = all(a.fill == -math.inf and values.dtype(a.node) == torch.bool for a in self.additions)
-        traits = self.traits if stays or by == 1 else (*self.traits, "a mask that is scaled")
+        stays = by > 0 and all(a.fill == -math.inf and values.dtype(a.node) == torch.bool for a in self.additions)
+        traits = self.traits if stays or by == 1 or not self.additions else (*self.traits, "a mask that is scaled")
         return replace(self, scale=self.scale * by, traits=traits)
 
     def plus(self, addition: Addition) -> Scores:
@@ -108,14 +109,12 @@ def scores(node: fx.Node) -> Scores | None:
     if op is aten.sub.Tensor and _is_row_maximum(node.args[1], node.args[0]):
         return scores(source(node))  # softmax doesn't see it
     if op in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-        below, hidden, fill = node.args
-        return _filled(node, below, Addition(hidden, True, _number(fill)))  # type: ignore[arg-type]  # a NaN is refused
+        return _filled(node, node.args[0], node.args[1], True, _number(node.args[2]))
     if op is aten.where.self:
         seen, chosen, other = node.args
-        for below, fill, hides in ((chosen, other, False), (other, chosen, True)):
-            number = _number(fill)
-            if not math.isnan(number):
-                return _filled(node, below, Addition(seen, hides, number))  # type: ignore[arg-type]  # a node
+        for inside, fill, hides in ((chosen, other, False), (other, chosen, True)):
+            if not math.isnan(_number(fill)):
+                return _filled(node, inside, seen, hides, _number(fill))
     return None
 
 
@@ -173,12 +172,12 @@ def _sum(node: fx.Node) -> Scores | None:
     return None
 
 
-def _filled(node: fx.Node, below: object, addition: Addition) -> Scores | None:
+def _filled(node: fx.Node, below: object, mask: object, hides: bool, fill: float) -> Scores | None:
     """Scores in which a number stands at hidden keys."""
     inner = scores(below) if isinstance(below, fx.Node) and _has_shape_of(below, node) else None
-    if inner is None or not isinstance(addition.node, fx.Node) or math.isnan(addition.fill):
+    if inner is None or not isinstance(mask, fx.Node) or math.isnan(fill):
         return None
-    return inner.plus(replace(addition, lowest=torch.finfo(values.dtype(node)).min, rank=len(values.shape(node))))
+    return inner.plus(Addition(mask, hides, fill, lowest(values.dtype(node)), len(values.shape(node))))
 
 
 def _has_shape_of(below: fx.Node, node: fx.Node) -> bool:
@@ -253,12 +252,7 @@ _AS_IT_IS = COPIES | {aten.alias.default, aten.detach.default}
 
 def _swaps_last_two(node: fx.Node) -> bool:
     rank = len(values.shape(node))
-    if node.target is aten.transpose.int:
-        return {int(axis) % rank for axis in node.args[1:]} == {rank - 1, rank - 2}  # type: ignore[arg-type]  # ints
-    if node.target is aten.permute.default:
-        order = [axis % rank for axis in node.args[1]]  # type: ignore[union-attr]  # a list
-        return order == [*range(rank - 2), rank - 1, rank - 2]
-    return node.target is aten.t.default
+    return permutation(node) == (*range(rank - 2), rank - 1, rank - 2)
 
 
 def _merges_batch_and_heads(node: fx.Node) -> bool:

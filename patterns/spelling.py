@@ -137,9 +137,7 @@ def _sorted_subgraph(root: fx.Node, known: Mapping[int, Slot], c: Canonicaliser)
         number = c.numbers[node]
         if number in known or number in found or isinstance(node.meta.get("val"), torch.SymInt):
             pending.pop()
-        elif node in entered:  # all that it reads is found
-            found[number] = pending.pop()
-        elif _lifted_number(node) is not None:
+        elif node in entered or _lifted_number(node) is not None:  # all that it reads is found
             found[number] = pending.pop()
         elif node.op != "call_function" or not is_functional(node) or len(entered) >= _LIMIT:
             return None

@@ -15,6 +15,7 @@ from torch import fx
 from ...patterns import values
 from ...patterns.attention import Attention
 from ...patterns.match import Match
+from ...patterns.movement import permutation
 from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import is_contiguous, known_true
 from ..rewriter import Edit, Refused
@@ -123,16 +124,10 @@ def _copies_of_swapped(node: fx.Node) -> list[fx.Node]:
     """The contiguous copies of a node with heads and tokens swapped, where it has no other user."""
     found = []
     for user in node.users:
-        if not _swaps(user) or any(not _is_contiguous_copy(copy) for copy in user.users):
+        if permutation(user) != _SWAPPED or any(not _is_contiguous_copy(copy) for copy in user.users):
             return []
         found += list(user.users)
     return found
-
-
-def _swaps(node: fx.Node) -> bool:
-    if node.target is aten.transpose.int:
-        return {int(axis) % 4 for axis in node.args[1:]} == {1, 2}  # type: ignore[arg-type]  # two ints
-    return node.target is aten.permute.default and [a % 4 for a in node.args[1]] == list(_SWAPPED)  # type: ignore[union-attr]  # a list
 
 
 def _is_contiguous_copy(node: fx.Node) -> bool:
