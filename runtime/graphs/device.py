@@ -1,0 +1,193 @@
+"""Graphs of a device: `torch.npu.NPUGraph` and `torch.cuda.CUDAGraph`, which have one interface but for host lists."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from .capture import CaptureBackend, Captured, same_addresses
+from .host import HostBackend
+from .host_lists import check_host_lists
+from .record import Recorder, Trace, storage_key
+
+
+class DeviceBackend:
+    """Captures on one stream, into one memory pool that the graphs of a runner share.
+
+    A graph that is captured into a pool may use memory of which earlier graphs no longer hold a tensor. Outputs are
+    held as long as their graph lives, so only what is inside the graphs is shared; replays follow each other.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self._module: Any = getattr(torch, name)
+        self._device = device
+        self._pool = self._module.graph_pool_handle()
+        self._stream = self._module.Stream(device=device)
+        self._last: Any = None
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """On the stream of the capture, as libraries keep a workspace for each stream."""
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            yield
+        self._module.current_stream().wait_stream(self._stream)
+
+    def _capturing(self, graph: Any) -> Any:
+        return self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+
+    def _new_graph(self) -> Any:
+        return self._module.CUDAGraph()
+
+    def capture(self, run: Callable[[], Any], host_lists: Mapping[str, Sequence[int]]) -> Captured:
+        """See `CaptureBackend.capture`."""
+        graph = self._new_graph()
+        before = self._module.memory_allocated(self._device)
+        recorder = Recorder(keep=bool(host_lists))
+        with _no_collection(), self._capturing(graph), recorder:
+            result = run()
+        check_host_lists(recorder.trace.calls, host_lists)
+        recorder.trace.calls.clear()  # their tensors are the pool's to use again
+        grown = self._module.memory_allocated(self._device) - before
+        return Captured(self._graph(graph, result, recorder.trace, grown), result, recorder.trace)
+
+    def _graph(self, graph: Any, result: Any, trace: Trace, nbytes: int) -> DeviceGraph:
+        return DeviceGraph(graph, _made(result, trace), nbytes)
+
+    def busy(self) -> bool:
+        """See `CaptureBackend.busy`."""
+        return bool(self._module.is_current_stream_capturing())
+
+    def order(self) -> None:
+        """See `CaptureBackend.order`."""
+        current = self._module.current_stream()
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current
+
+    def same_addresses(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> bool:
+        """See `CaptureBackend.same_addresses`."""
+        return same_addresses(tensors, addresses)
+
+
+class DeviceGraph:
+    """A captured graph of the device."""
+
+    def __init__(self, graph: Any, made: Sequence[torch.Tensor], nbytes: int) -> None:
+        self._graph = graph
+        self._made = list(made)
+        self.nbytes = nbytes
+
+    def update(self, lists: Mapping[str, Sequence[int]]) -> None:
+        """See `Graph.update`; there are none."""
+
+    def replay(self) -> None:
+        """See `Graph.replay`."""
+        self._graph.replay()
+
+    def move(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
+        """See `Graph.move`; the device knows addresses alone."""
+        self._made = [
+            tensor.new_empty(0).set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
+            if storage_key(tensor) == old._cdata
+            else tensor
+            for tensor in self._made
+        ]
+
+    def users(self, storage: torch.UntypedStorage) -> int:
+        """See `Graph.users`."""
+        return sum(storage_key(tensor) == storage._cdata for tensor in self._made)
+
+    def poison(self, fill: Callable[[torch.Tensor], Any]) -> None:
+        """See `Graph.poison`: the outputs alone."""
+        for tensor in self._made:
+            fill(tensor)
+
+
+class NpuBackend(DeviceBackend):
+    """Ascend graphs: ops that take lists from the host are recorded apart, and renewed before a replay."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__("npu", device)
+        native = importlib.import_module("torch_npu")._C
+        self._same_addresses = native._tensors_data_ptrs_at_indices_equal
+
+    def _new_graph(self) -> Any:
+        return self._module.NPUGraph()
+
+    def _capturing(self, graph: Any) -> Any:
+        return self._module.graph(
+            graph,
+            pool=self._pool,
+            stream=self._stream,
+            auto_dispatch_capture=True,
+            capture_error_mode="thread_local",
+        )
+
+    def _graph(self, graph: Any, result: Any, trace: Trace, nbytes: int) -> DeviceGraph:
+        return NpuGraph(graph, _made(result, trace), nbytes, self._module)
+
+    def same_addresses(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> bool:
+        """See `CaptureBackend.same_addresses`; torch_npu compares without a Python call for each tensor."""
+        return bool(self._same_addresses(tensors, addresses, range(len(tensors))))
+
+
+class NpuGraph(DeviceGraph):
+    """A captured graph of an NPU."""
+
+    def __init__(self, graph: Any, made: Sequence[torch.Tensor], nbytes: int, module: Any) -> None:
+        super().__init__(graph, made, nbytes)
+        self._done = module.Event()
+        self._replayed = False
+
+    def update(self, lists: Mapping[str, Sequence[int]]) -> None:
+        """See `Graph.update`. It is complete before the replay begins, and begins when the one before has ended."""
+        if lists:
+            if self._replayed:
+                self._done.synchronize()
+            self._graph.update(cpu_update_input=[{key: list(value) for key, value in lists.items()}])
+
+    def replay(self) -> None:
+        """See `Graph.replay`."""
+        super().replay()
+        self._done.record()
+        self._replayed = True
+
+
+def backend_for(device: torch.device) -> CaptureBackend:
+    """The way to capture on a device.
+
+    Raises:
+        ValueError: there is none for this kind of device.
+    """
+    if device.type == "cpu":
+        return HostBackend()
+    if device.type == "npu":
+        return NpuBackend(device)
+    if device.type == "cuda":
+        return DeviceBackend("cuda", device)
+    raise ValueError(f"GraphRunner: no graphs for device {device}; known: npu, cuda, cpu (which emulates them)")
+
+
+def _made(result: Any, trace: Trace) -> list[torch.Tensor]:
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return [output.detach() for output in outputs if storage_key(output) in trace.made]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A garbage collection during a capture could free tensors and graphs of the device, which the capture forbids."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,552 @@
+"""`GraphRunner`: calls of a function as replays of graphs.
+
+A call is served in five steps: its arguments are named and their shapes looked up (a plan, made once for each set of
+shapes), the watch is asked whether memory moved, what a caller still holds of earlier outputs is moved away, inputs and
+padding are copied in, and the graph is replayed. Everything else happens when a plan is made.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from . import poison
+from .buckets import Buckets
+from .buffers import Buffers
+from .capture import CaptureBackend, Captured, Graph
+from .copies import Copies, pad_list
+from .device import backend_for
+from .errors import CaptureError
+from .keys import VALUES, graph_variant, plan_key, surroundings
+from .outputs import OutputMode, Outputs, Shape
+from .padding import Mixing, Trims, compare_runs, read_shapes
+from .record import Recorder, storage_key
+from .signature import Signature
+from .spec import InputSpec, Shapes, Sizes
+from .stats import Forecast, Memory, Stats
+from .watch import Watch, reachable
+
+_MAX_PLANS = 4096
+_thread_state = threading.local()
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One captured graph.
+
+    Attributes:
+        statics: what the function was called with, by name.
+        written: names of inputs that it writes to.
+        used: when it was last replayed.
+        dropped: no longer to be replayed.
+    """
+
+    graph: Graph
+    outputs: Outputs
+    statics: dict[str, Any]
+    written: frozenset[str]
+    used: int = 0
+    dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How calls of one set of shapes are served: by which graph, and what is copied where. Without one: eagerly."""
+
+    entry: _Entry | None = None
+    copies: Copies | None = None
+    written: tuple[tuple[str, torch.Tensor], ...] = ()
+    shapes: Mapping[int, Shape] = field(default_factory=dict)
+    rows: int = 0
+    padded_rows: int = 0
+    unpadded: bool = False
+
+
+class GraphRunner:
+    """Captures a callable once for each size and replays it, without the Python in it.
+
+        runner = GraphRunner(model, buckets=[1, 2, 4, 8], inputs={
+            "input_ids": InputSpec("batch"),
+            "input_embeds": InputSpec("batch"),
+            "positions": InputSpec("batch"),
+        })
+        hidden = runner(input_embeds=embeds, positions=positions)
+
+    Inputs are copied to fixed memory, parameters and state (caches) are used where they are. Which arguments are
+    present is part of what a graph is captured for, as is every value that is no tensor: numbers by their value, other
+    objects by their identity. A call runs without gradients.
+
+    Args:
+        function: a module or function, compiled or not. What it returns may be any structure of tensors.
+        buckets: sizes to capture, of the one padded axis, or of each by its name. Other axes get a graph for each size.
+        inputs: what is known of inputs by name; other tensors are copied as they are, at their own sizes.
+        outputs: "views" of memory that the next replay writes to; what a caller still holds by then is moved away, by
+            one copy. "clone": always copies. "static": views that the next replay overwrites.
+        state: tensors that the callable writes to by ops that don't say so. What other ops write is known.
+        backend: how to capture; by default as the device wants, and on the CPU by an emulation of a device.
+        device: where inputs are copied to; by default where the first parameter is, or the first tensor passed.
+        max_graphs: how many graphs are kept; the one used longest ago goes first.
+        warm_ups: runs before a capture, of which no trace stays in any state.
+        check_padding: before a graph serves its first padded call, compare runs with and without padding, and serve
+            every size by a graph of its own (with one warning) if the results differ.
+        debug_poison: before each replay, fill static memory and pads with NaN (`InputSpec.poison`), and raise if any
+            comes out.
+
+    Attributes:
+        stats: what happened so far.
+
+    Raises:
+        ValueError: a setting doesn't fit the callable or the others.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        buckets: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
+        inputs: Mapping[str, InputSpec] | None = None,
+        outputs: OutputMode = "views",
+        state: Sequence[torch.Tensor] = (),
+        backend: CaptureBackend | None = None,
+        device: torch.device | str | None = None,
+        max_graphs: int = 64,
+        warm_ups: int = 2,
+        check_padding: bool = True,
+        debug_poison: bool = False,
+    ) -> None:
+        if outputs not in ("views", "clone", "static"):
+            raise ValueError(f"GraphRunner.outputs: {outputs!r} is unknown; known: 'views', 'clone', 'static'")
+        if max_graphs < 1 or warm_ups < 1:
+            raise ValueError(f"GraphRunner: max_graphs {max_graphs} and warm_ups {warm_ups} must be at least 1")
+        self.stats = Stats()
+        self._function = function
+        self._signature = Signature(function, inputs or {})
+        self._shapes = Shapes(inputs or {})
+        self._buckets = Buckets(buckets, self._shapes.axes)
+        self._mode: OutputMode = outputs
+        self._state = list(state)
+        self._given_backend, self._given_device = backend, device
+        self._max_graphs, self._warm_ups = max_graphs, warm_ups
+        self._check_padding, self._poison = check_padding, debug_poison
+        self._lock = threading.RLock()
+        self._memory: _Memory | None = None
+        self._thread = 0
+        self._clock = 0
+        self._warned: set[str] = set()
+        self.__wrapped__ = self._signature.wrapped
+        self.__signature__ = self._signature.signature
+
+    # A call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function by a replay; see the class.
+
+        Raises:
+            CaptureError: the function can't be captured; no state is changed.
+            PoisonError: with `debug_poison`.
+            RuntimeError: another thread still holds outputs whose memory this call would write.
+            TypeError, ValueError: an argument doesn't fit.
+        """
+        if torch.compiler.is_compiling():
+            return self._function(*args, **kwargs)
+        with self._lock:
+            arguments = self._signature.bind(args, kwargs)
+            memory = self._memory if self._memory is not None else self._start(arguments)
+            if getattr(_thread_state, "capturing", False) or memory.backend.busy():
+                self.stats.eager += 1  # part of a larger capture
+                return self._function(*args, **kwargs)
+            if not torch.is_grad_enabled():
+                return self._serve(memory, arguments)
+            _refuse_gradients(arguments)
+            with torch.no_grad():
+                return self._serve(memory, arguments)
+
+    def _serve(self, memory: _Memory, arguments: dict[str, Any]) -> Any:
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self._enter(memory, thread)
+        if memory.watch.moved():
+            memory.drop_all()
+        key = plan_key(self._shapes, arguments, surroundings(self._function, memory.device))
+        plan = memory.plans.get(key)
+        if plan is None or (plan.entry is not None and plan.entry.dropped):
+            plan = self._plan(memory, arguments)
+            if len(memory.plans) >= _MAX_PLANS:
+                memory.plans.clear()
+            memory.plans[key] = plan
+        if plan.entry is None or plan.copies is None:
+            self.stats.eager += 1
+            return self._signature.call(self._function, arguments)
+        return self._replay(memory, plan, plan.entry, plan.copies, arguments)
+
+    def _replay(self, memory: _Memory, plan: _Plan, entry: _Entry, copies: Copies, arguments: Mapping[str, Any]) -> Any:
+        memory.backend.order()
+        if self._poison:
+            entry.outputs.release()
+            entry.graph.poison(poison.poison)
+        copies.load(arguments)
+        self.stats.moved_outputs += entry.outputs.release()  # after the copies: an output may come back as an input
+        entry.graph.update(copies.lists(arguments))
+        entry.graph.replay()
+        for name, target in plan.written:
+            arguments[name].copy_(target)
+        self._clock += 1
+        entry.used = self._clock
+        self.stats.replays += 1
+        self.stats.rows += plan.rows
+        self.stats.padded_rows += plan.padded_rows
+        self.stats.unpadded += plan.unpadded
+        result = entry.outputs.give(plan.shapes)
+        if self._poison:
+            poison.check(tree_leaves(result), arguments.values())
+        return result
+
+    def _enter(self, memory: _Memory, thread: int) -> None:
+        """Another thread calls: it may, once nothing is held whose memory it would write while it's read."""
+        if self._thread and self._mode != "clone" and any(entry.outputs.held for entry in memory.entries.values()):
+            raise RuntimeError(
+                "GraphRunner: another thread still holds outputs of this runner, and this call would write to their "
+                "memory while they may be read: use outputs='clone', or a runner for each thread"
+            )
+        self._thread = thread
+
+    # What a call is served by
+
+    def _start(self, arguments: Mapping[str, Any]) -> _Memory:
+        tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+        if self._given_device is not None:
+            device = torch.empty(0, device=self._given_device).device  # with its index
+        else:
+            device = next((tensor.device for tensor in (*_parameters(self._function), *tensors)), torch.device("cpu"))
+        self._memory = _Memory(self._function, device, self._given_backend or backend_for(device))
+        return self._memory
+
+    def _plan(self, memory: _Memory, arguments: dict[str, Any]) -> _Plan:
+        self._check(memory, arguments)
+        sizes = self._shapes.sizes(arguments)
+        bucket = self._buckets.fit(sizes)
+        if bucket is None:
+            self._warn(f"a call of sizes {sizes} is larger than the largest bucket; it runs without a graph, as will "
+                       "others: stats.eager counts them", about="larger")  # fmt: skip
+            return _Plan()
+        variant = graph_variant(self._shapes, arguments, surroundings(self._function, memory.device))
+        trims, unpadded = None, False
+        if bucket != sizes:
+            if variant not in memory.unpadded:
+                try:
+                    trims = self._trims(memory, variant, arguments, sizes, bucket)
+                except Mixing as reason:
+                    memory.unpadded.add(variant)
+                    self._warn(f"padding from {sizes} to {bucket} would change the result ({reason}); each size gets a "
+                               "graph of its own. check_padding=False pads all the same", about="mixing")  # fmt: skip
+            if trims is None:
+                bucket, unpadded = sizes, True
+        entry = self._entry(memory, (variant, tuple(bucket.items())), arguments, bucket)
+        copies = Copies(self._shapes, arguments, entry.statics, self._poison)
+        return _Plan(
+            entry,
+            copies,
+            tuple((name, target) for name, target in zip(copies.names, copies.targets, strict=True)
+                  if name in entry.written),
+            trims.shapes(entry.outputs.leaves, sizes) if trims is not None else {},
+            rows=sum(bucket[axis] for axis in sizes if axis in self._buckets.axes),
+            padded_rows=sum(bucket[axis] - sizes[axis] for axis in sizes),
+            unpadded=unpadded,
+        )  # fmt: skip
+
+    def _check(self, memory: _Memory, arguments: Mapping[str, Any]) -> None:
+        for name, value in arguments.items():
+            spec = self._shapes.of(name)
+            if isinstance(value, torch.Tensor):
+                if not spec.convert and spec.dtype not in (None, value.dtype):
+                    raise ValueError(f"GraphRunner: {name!r} is {value.dtype}, and its InputSpec wants {spec.dtype}")
+                if value.device != memory.device and (spec.static or not spec.convert):
+                    raise ValueError(f"GraphRunner: {name!r} is on {value.device}, and its graphs on {memory.device}")
+                if value.layout is not torch.strided:
+                    raise ValueError(
+                        f"GraphRunner: {name!r} has the layout {value.layout}; only strided memory is copied"
+                    )
+            elif isinstance(value, (list, tuple, dict)) and any(
+                isinstance(x, torch.Tensor) for x in tree_leaves(value)
+            ):
+                raise ValueError(
+                    f"GraphRunner: {name!r} is a {type(value).__name__} of tensors: pass each by its own name"
+                )
+            elif isinstance(value, (list, tuple)) and spec.axes and spec.host is None:
+                raise ValueError(
+                    f"GraphRunner: {name!r} is a list: InputSpec.host says which argument of an op takes it"
+                )
+
+    def _warn(self, message: str, about: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            warnings.warn(f"GraphRunner: {message}", stacklevel=5)
+
+    def _entry(self, memory: _Memory, key: Hashable, arguments: Mapping[str, Any], bucket: Sizes) -> _Entry:
+        entry = memory.entries.get(key)
+        if entry is not None and not self._is_at(entry, arguments):
+            memory.drop(key)
+            entry = None
+        if entry is None:
+            entry = self._capture(memory, arguments, bucket)
+            self.stats.captures += 1
+            self.stats.recaptures += key in memory.moved
+            memory.moved.discard(key)
+            memory.entries[key] = entry
+            self._evict(memory, entry)
+            self.stats.bytes = self.memory().total
+        return entry
+
+    def _is_at(self, entry: _Entry, arguments: Mapping[str, Any]) -> bool:
+        """Whether the memory that is not copied is that of the capture."""
+        return all(
+            arguments[name].is_set_to(entry.statics[name])
+            for name, spec in self._shapes.specs.items()
+            if spec.static and name in arguments
+        )
+
+    def _evict(self, memory: _Memory, new: _Entry) -> None:
+        self._clock += 1
+        new.used = self._clock
+        while len(memory.entries) > self._max_graphs:
+            oldest = min(memory.entries, key=lambda key: memory.entries[key].used)
+            memory.entries.pop(oldest).dropped = True
+            self.stats.evictions += 1
+
+    def _trims(
+        self, memory: _Memory, variant: Hashable, arguments: Mapping[str, Any], sizes: Sizes, bucket: Sizes
+    ) -> Trims:
+        """What of the outputs is padding.
+
+        Raises:
+            Mixing: padding would change them.
+        """
+        padded = frozenset(axis for axis in sizes if sizes[axis] != bucket[axis])
+        key = (variant, tuple(bucket.items()), padded)
+        if key in memory.trims:
+            return memory.trims[key]
+        exact = {name: self._converted(memory, name, value) for name, value in arguments.items()}
+        small = self._observed(memory, exact)
+        statics = self._statics(memory, arguments, bucket)
+        Copies(self._shapes, arguments, statics).load(arguments)
+        large = self._observed(memory, statics)
+        trims = read_shapes(small, large, sizes, bucket)
+        if self._check_padding:
+            copied = {
+                name: value if self._shapes.of(name).pad == "edge" else self._resized(name, value, bucket)
+                for name, value in arguments.items()
+            }
+            Copies(self._shapes, copied, statics).load(copied)
+            compare_runs(small, large, self._observed(memory, statics))
+        if trims.unique:
+            memory.trims[key] = trims
+        return trims
+
+    def _converted(self, memory: _Memory, name: str, value: Any) -> Any:
+        """An argument as the function gets it at its own size, of which nothing is written to the caller's."""
+        spec = self._shapes.of(name)
+        if not isinstance(value, torch.Tensor) or spec.static:
+            return value
+        copy = torch.empty(value.shape, dtype=spec.dtype or value.dtype, device=memory.device)
+        return copy.copy_(value)
+
+    # Runs of the function that aren't calls
+
+    def _observed(self, memory: _Memory, arguments: Mapping[str, Any]) -> Any:
+        """What the function returns; nothing stays of the run."""
+        recorder = Recorder(undo=True)
+        with self._traceless():
+            try:
+                with memory.backend.warm_up(), recorder:
+                    result = self._signature.call(self._function, arguments)
+                return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, result)
+            finally:
+                recorder.restore()
+
+    @contextmanager
+    def _traceless(self) -> Iterator[None]:
+        """Runners inside run plainly, and declared state is put back."""
+        saved = [(tensor, tensor.clone()) for tensor in self._state]
+        _thread_state.capturing = True
+        try:
+            yield
+        finally:
+            _thread_state.capturing = False
+            for tensor, content in saved:
+                tensor.copy_(content)
+
+    def _statics(self, memory: _Memory, arguments: Mapping[str, Any], bucket: Sizes) -> dict[str, Any]:
+        """What the function is captured with: arguments in fixed memory, of the sizes of a bucket."""
+        statics: dict[str, Any] = {}
+        for name, value in arguments.items():
+            spec = self._shapes.of(name)
+            if isinstance(value, torch.Tensor) and not spec.static:
+                dtype = spec.dtype or value.dtype
+                largest = self._shapes.padded(name, value.shape, self._buckets.largest(bucket))
+                memory.buffers.buffer(name, largest, dtype)  # smaller ones will be its beginning
+                statics[name] = memory.buffers.buffer(name, self._shapes.padded(name, value.shape, bucket), dtype)
+            elif spec.host is not None:
+                statics[name] = pad_list(value, int(spec.pad), self._shapes.padded(name, (len(value),), bucket)[0])
+            elif spec.axes and not isinstance(value, torch.Tensor):
+                statics[name] = self._shapes.padded(name, (value,), bucket)[0]
+            else:
+                statics[name] = value
+        return statics
+
+    def _capture(self, memory: _Memory, arguments: Mapping[str, Any], bucket: Sizes) -> _Entry:
+        statics = self._statics(memory, arguments, bucket)
+        Copies(self._shapes, arguments, statics).load(arguments)
+        lists = {spec.host: statics[name] for name, spec in self._shapes.specs.items() if spec.host and name in statics}
+        memory.add_roots(arguments.values())
+        for _ in range(self._warm_ups):
+            self._observed(memory, statics)
+        with self._traceless():
+            captured = memory.backend.capture(lambda: self._signature.call(self._function, statics), lists)
+        _refuse_escapes(memory.roots, captured)
+        keys = {name: storage_key(value) for name, value in statics.items() if isinstance(value, torch.Tensor)}
+        copied = {name: key for name, key in keys.items() if not self._shapes.of(name).static}
+        memory.watch.add(set(captured.trace.outside) - set(keys.values()))
+        written = frozenset(name for name, key in copied.items() if key in captured.trace.written)
+        return _Entry(captured.graph, Outputs(captured, set(copied.values()), self._mode), statics, written)
+
+    # Ahead of time
+
+    def capture(self, *examples: Mapping[str, Any], progress: bool = True) -> None:
+        """Captures all buckets ahead of the calls, largest first, so that smaller graphs fit into the memory of larger.
+
+        Args:
+            examples: for each combination of arguments that will be passed, one call's arguments by name, of any size:
+                their rows are repeated to fill a bucket.
+            progress: show a progress bar.
+
+        Raises:
+            CaptureError: the function can't be captured.
+            ValueError: there would be more graphs than `max_graphs`.
+        """
+        with self._lock, torch.no_grad():
+            jobs = self._jobs(examples)
+            if len(jobs) > self._max_graphs:
+                raise ValueError(f"GraphRunner.capture: {len(jobs)} graphs, and max_graphs is {self._max_graphs}")
+            for arguments in track(jobs, "Capturing graphs", disable=not progress, transient=True):
+                self._plan(self._memory if self._memory is not None else self._start(arguments), arguments)
+
+    def forecast(self, *examples: Mapping[str, Any]) -> Forecast:
+        """What `capture` would make of these examples. Nothing is run."""
+        with self._lock:
+            jobs = self._jobs(examples)
+            inputs: dict[tuple[str, torch.dtype], int] = {}
+            for job in jobs:
+                for name, value in job.items():
+                    spec = self._shapes.of(name)
+                    if isinstance(value, torch.Tensor) and not spec.static:
+                        dtype = spec.dtype or value.dtype
+                        inputs[name, dtype] = max(inputs.get((name, dtype), 0), value.numel() * dtype.itemsize)
+            return Forecast(len(jobs), min(len(jobs), 1), sum(inputs.values()), self._max_graphs)
+
+    def _jobs(self, examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        jobs: list[tuple[int, dict[str, Any]]] = []
+        for example in examples:
+            arguments = self._signature.bind((), example)
+            for bucket in self._buckets.all(self._shapes.sizes(arguments)):
+                job = {name: self._resized(name, value, bucket) for name, value in arguments.items()}
+                jobs.append((sum(bucket.values()), job))
+        return [job for _, job in sorted(jobs, key=lambda sized: -sized[0])]
+
+    def _resized(self, name: str, value: Any, bucket: Sizes) -> Any:
+        """An argument with its rows repeated to the sizes of a bucket."""
+        spec = self._shapes.of(name)
+        if isinstance(value, torch.Tensor):
+            sizes = self._shapes.padded(name, value.shape, bucket)
+            for dim, (size, old) in enumerate(zip(sizes, value.shape, strict=True)):
+                if size != old:
+                    value = value.index_select(dim, torch.arange(size, device=value.device) % old)
+            return value
+        if spec.host is not None:
+            return [value[i % len(value)] for i in range(self._shapes.padded(name, (len(value),), bucket)[0])]
+        return self._shapes.padded(name, (value,), bucket)[0] if spec.axes else value
+
+    def memory(self) -> Memory:
+        """What the runner holds now."""
+        if self._memory is None:
+            return Memory(0, 0, 0, 0)
+        entries = self._memory.entries.values()
+        outputs = sum(entry.outputs.nbytes for entry in entries)
+        workspace = sum(entry.graph.nbytes for entry in entries) - outputs
+        return Memory(len(entries), self._memory.buffers.nbytes, outputs, workspace)
+
+    def clear(self) -> None:
+        """Drops all graphs and their memory, such as before weights are replaced by others of the same size."""
+        with self._lock:
+            if self._memory is not None:
+                self._memory.drop_all()
+            self._memory = None
+            self.stats.bytes = 0
+
+
+class _Memory:
+    """All that a runner has on its device."""
+
+    def __init__(self, function: Callable[..., Any], device: torch.device, backend: CaptureBackend) -> None:
+        self.device = device
+        self.backend = backend
+        self.buffers = Buffers(device)
+        self.roots: list[Any] = [function]
+        self.watch = Watch(self.roots, backend.same_addresses)
+        self.plans: dict[Hashable, _Plan] = {}
+        self.entries: dict[Hashable, _Entry] = {}
+        self.trims: dict[Hashable, Trims] = {}
+        self.unpadded: set[Hashable] = set()
+        self.moved: set[Hashable] = set()
+
+    def add_roots(self, values: Iterator[Any] | Any) -> None:
+        """Keeps objects that are known by their identity alive, and looks for tensors in them."""
+        for value in values:
+            if not isinstance(value, (torch.Tensor, list, tuple, *VALUES)) and all(value is not r for r in self.roots):
+                self.roots.append(value)
+
+    def drop(self, key: Hashable) -> None:
+        """Drops a graph whose memory moved."""
+        self.entries.pop(key).dropped = True
+        self.moved.add(key)
+
+    def drop_all(self) -> None:
+        """Drops all graphs."""
+        for key in list(self.entries):
+            self.drop(key)
+        self.plans.clear()
+        self.watch.clear()
+
+
+def _parameters(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
+    module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return iter(module.parameters()) if isinstance(module, nn.Module) else iter(())
+
+
+def _refuse_gradients(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise ValueError(f"GraphRunner: {name!r} requires gradients, and replays have none: detach it, or call "
+                             "under torch.no_grad()")  # fmt: skip
+
+
+def _refuse_escapes(roots: Sequence[Any], captured: Captured) -> None:
+    """Refuses a function that keeps a tensor which it computes: no replay would keep the next.
+
+    Raises:
+        CaptureError: names where the tensor is kept.
+    """
+    alive = {key for key, storage in captured.trace.made.items() if not storage.expired()}  # type: ignore[no-untyped-call]
+    for path, tensor in reachable(roots, alive):
+        raise CaptureError(
+            f"the function keeps a tensor {list(tensor.shape)} that it computed, as {path}; a replay would not set it "
+            "again: return it, or copy_ it into a tensor that is there before the first call"
+        )
