@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from ..runtime.effects import declared_writes, effect_of
-from ..runtime.weights import pack
+from ..runtime.weights import IN_MEMORY
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ _WRITING_OPERATORS = frozenset(
 
 def is_pure(node: fx.Node) -> bool:
     """True for a node that may be dropped when unused, and moved past others: it writes nothing and draws no number."""
-    if node.op == "get_attr" or node.target is pack:
+    if node.op == "get_attr" or node.target in IN_MEMORY:
         return True
     if node.op == "call_method":
         return not node.kwargs.get("out") and _is_pure_op(str(node.target))

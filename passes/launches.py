@@ -7,12 +7,12 @@ import operator
 import torch
 from torch import fx
 
-from ..runtime.weights import pack
+from ..runtime.weights import IN_MEMORY
 
 aten = torch.ops.aten
 
 # Views that say nothing of it in their schema, and calls that run on the host.
-_NO_LAUNCH = frozenset({operator.getitem, aten._unsafe_view.default, aten.sym_size.int, pack})
+_NO_LAUNCH = frozenset({operator.getitem, aten._unsafe_view.default, aten.sym_size.int, *IN_MEMORY})
 
 
 def is_launch(node: fx.Node) -> bool:

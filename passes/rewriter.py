@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ..patterns import values
 from ..patterns.movement import Sizes
+from ..runtime.effects import declared_writes
 from ..runtime.ops.contract import OpContract
 from ..runtime.sizes import Size, is_contiguous, known_equal, static_int
 from ..runtime.target import Target
@@ -60,7 +61,7 @@ class Rewriter:
         self.placeholders = list(self.graph.find_nodes(op="placeholder"))
         self.fake_mode = self._fake_mode()
         self.shared: dict[Hashable, fx.Node] = {}
-        self.packed: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.packed: dict[fx.Node, Hashable] = {}  # the form that a parameter's memory is to have
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._symbols = self._symbol_nodes()
 
@@ -207,6 +208,41 @@ class Edit:
         args = [arguments.pop(argument.name) for argument in positional]
         # The strides are the contract's: a vendor's shape function may promise others than its kernel gives.
         return self.call(contract.op, *args, shaped_as=contract.fake, **arguments)
+
+    def functional(self, contract: OpContract, /, **arguments: Any) -> tuple[list[fx.Node], dict[str, fx.Node]]:
+        """A call of a fused op that writes, as a function of its arguments.
+
+        Where nothing reads the old values any more, `in_place` lets the op write itself, without a copy; else it gets
+        copies of what it writes.
+
+        Returns:
+            Its results, and the new value of each argument that it writes, by name.
+
+        Raises:
+            Refused: its contract doesn't allow this call, or one node is given as two arguments that it writes.
+        """
+        fakes = {name: _value(argument) for name, argument in arguments.items()}
+        reason = contract.refusal(self.rewriter.target, **fakes)
+        if reason is not None:
+            raise Refused(reason)
+        given = {name: arguments.pop(name, None) for name in declared_writes(contract.op)}
+        written = [name for name, base in given.items() if base is not None]
+        bases = [given[name] for name in written]
+        if len(set(bases)) < len(bases):
+            raise Refused(f"{contract.name} would write one tensor through two of {', '.join(written)}")
+        places = {f"_{name}_base_index": written.index(name) if name in written else None for name in given}
+
+        def shapes(*_: Any, **__: Any) -> tuple[Any, ...]:
+            results = contract.fake(**fakes)
+            new_values = [fakes[name].new_empty_strided(fakes[name].shape, fakes[name].stride()) for name in written]
+            return (*(results if isinstance(results, tuple) else (results,)), *new_values)
+
+        functionalised = torch.ops.higher_order.auto_functionalized_v2
+        call = self.call(functionalised, contract.op, shaped_as=shapes, **arguments, **places, _all_bases=bases)
+        count = len(contract.parsed_schema.returns)
+        first = max(count, 1)  # what a call gives that gives nothing is None
+        results = [self.item(call, place) for place in range(count)]
+        return results, {name: self.item(call, first + place) for place, name in enumerate(written)}
 
     def call(
         self, function: Callable[..., Any], *args: Any, shaped_as: Callable[..., Any] | None = None, **kwargs: Any

@@ -61,7 +61,7 @@ def register_side_effects(
         ValueError: there is no such op; it has no such argument or result; the argument is no tensor; the op has
             several overloads and none is named; or it is registered with other effects.
     """
-    overload = _overload(op)
+    overload = overload_of(op)
     arguments = {argument.name: argument for argument in overload._schema.arguments}
     for name in (*mutates, *returns.values()):
         if name not in arguments:
@@ -119,7 +119,12 @@ def writes(target: object) -> tuple[str, ...]:
     return declared_writes(target) if effect is None else effect.mutates
 
 
-def _overload(op: str | OpOverload | OpOverloadPacket) -> OpOverload:
+def overload_of(op: str | OpOverload | OpOverloadPacket) -> OpOverload:
+    """The op that is meant.
+
+    Raises:
+        ValueError: there is none of this name, or several overloads.
+    """
     if isinstance(op, OpOverload):
         return op
     packet: Any = op
@@ -129,9 +134,9 @@ def _overload(op: str | OpOverload | OpOverloadPacket) -> OpOverload:
         name, _, overload = name.partition(".")
         packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
         if packet is None or (overload and overload not in packet.overloads()):
-            raise ValueError(f"{_WHO}: there is no op {op!r}; names are 'namespace::name' or with .overload")
+            raise ValueError(f"there is no op {op!r}; names are 'namespace::name' or with .overload")
     if not overload and len(packet.overloads()) > 1:
-        raise ValueError(f"{_WHO}: {packet} has several overloads ({', '.join(packet.overloads())}); name one")
+        raise ValueError(f"{packet} has several overloads ({', '.join(packet.overloads())}); name one")
     found: OpOverload = getattr(packet, overload or packet.overloads()[0])
     return found
 

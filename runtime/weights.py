@@ -1,6 +1,6 @@
-"""Several weights as one, never stale.
+"""Weights in the form that a fused op wants, never stale.
 
-A packed copy goes stale when a framework reloads a weight in place. So the packed tensor becomes the storage and the
+A copy goes stale when a framework reloads a weight in place. So what the op reads becomes the storage and the
 parameters become views of it: a write by anyone is seen at once, and no memory is spent twice.
 """
 
@@ -13,6 +13,11 @@ from collections.abc import Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# The storages that parameters were moved into, those that are still in use.
+_PACKED: dict[int, StorageWeakRef] = {}
 
 
 def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -29,26 +34,81 @@ def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     Returns:
         A contiguous tensor [sum(n_i), …].
     """
-    if any(isinstance(weight, FakeTensor) for weight in weights):
-        return torch.cat(list(weights))  # shapes without storage: a program that is run to see what it would do
+    if _have_no_values(weights):
+        return torch.cat(list(weights))
     if _adjacent(weights):
         return _joined(weights)
     with torch.inference_mode(False):  # parameters outlive the inference mode they are packed in
         packed = torch.cat([weight.detach() for weight in weights])
+    views = torch.split(packed, [weight.shape[0] for weight in weights])
+    _move(weights, views, "Options(pack_weights=False) leaves such projections apart.")
+    return packed
+
+
+def transposed(weight: torch.Tensor) -> torch.Tensor:
+    """The weight of a depthwise convolution with the taps first, without a copy once it lies so.
+
+    Called on every run, as `pack` is: the parameter keeps its shape, and its memory becomes that of the result.
+
+    Args:
+        weight: [channels, 1, width] or [channels, width].
+
+    Returns:
+        A contiguous tensor [width, channels].
+    """
+    taps_first = weight.reshape(weight.shape[0], -1).t() if _have_no_values([weight]) else _matrix(weight).t()
+    if taps_first.is_contiguous():
+        return taps_first.detach()
+    with torch.inference_mode(False):
+        packed = taps_first.detach().contiguous()
+    view = packed.t() if weight.dim() == 2 else packed.t().unsqueeze(1)
+    _move([weight], [view], "Options(pack_weights=False) leaves such a convolution as it is.")
+    return packed
+
+
+def unpack(model: torch.nn.Module) -> None:
+    """Gives each parameter of a model contiguous memory of its own again, as it had before it was packed.
+
+    For what looks at the memory of parameters, such as safetensors, which refuses tensors that aren't contiguous, or
+    `torch.save` of a single parameter, which saves the whole storage. The next compiled call packs them again.
+
+    Args:
+        model: its parameters keep their identity and values; those that weren't packed are left alone.
+    """
+    for parameter in model.parameters():
+        if parameter.untyped_storage()._cdata in _known_storages():
+            with torch.inference_mode(False):
+                parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _known_storages() -> dict[int, StorageWeakRef]:
+    for key in [key for key, storage in _PACKED.items() if storage.expired()]:  # type: ignore[no-untyped-call]  # torch's own
+        del _PACKED[key]
+    return _PACKED
+
+
+def _move(weights: Sequence[torch.Tensor], views: Sequence[torch.Tensor], advice: str) -> None:
+    """Lets each parameter be a view of the new storage, or warns that it can't be."""
     if not can_pack(weights):
         warnings.warn(
             f"npu_fuse: weights of shapes {[tuple(w.shape) for w in weights]} can't be moved into one storage, as they "
-            "are no parameters or something else uses their storage; they are copied on each call. "
-            "Options(pack_weights=False) leaves such projections apart.",
-            stacklevel=2,
+            f"are no parameters or something else uses their storage; they are copied on each call. {advice}",
+            stacklevel=3,
         )
-        return packed
-    start = 0
-    for weight in weights:
-        rows = weight.shape[0]
-        weight.data = packed[start : start + rows]
-        start += rows
-    return packed
+        return
+    for weight, view in zip(weights, views, strict=True):
+        weight.data = view
+    storage = views[0].untyped_storage()
+    _known_storages()[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _have_no_values(weights: Sequence[torch.Tensor]) -> bool:
+    """True for shapes without storage: a program that is run to see what it would do."""
+    return any(isinstance(weight, FakeTensor) or weight.is_meta for weight in weights)
+
+
+def _matrix(weight: torch.Tensor) -> torch.Tensor:
+    return weight if weight.dim() == 2 else weight.select(1, 0)
 
 
 def _adjacent(weights: Sequence[torch.Tensor]) -> bool:
@@ -71,8 +131,8 @@ def _joined(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def can_pack(weights: Sequence[torch.Tensor]) -> bool:
     """True for parameters that share no memory, with each other or anything else: no one is cut off when they move."""
-    if any(isinstance(weight, FakeTensor) for weight in weights):
-        return True  # they have no storage, and stand for parameters that have one each
+    if _have_no_values(weights):
+        return True  # they stand for parameters that have a storage each
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None or not all(map(_is_ordinary, weights)):
         return False
@@ -98,7 +158,12 @@ def _is_ordinary(weight: torch.Tensor) -> bool:
     storage = weight.untyped_storage()
     return (
         isinstance(weight, torch.nn.Parameter)
+        and not is_traceable_wrapper_subclass(weight)
         and not weight.is_inference()  # has no version counter that a moved tensor could share
         and not storage.is_shared()
         and storage.filename is None
     )
+
+
+# Calls that look at memory, and compute nothing.
+IN_MEMORY = frozenset({pack, transposed})

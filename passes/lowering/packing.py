@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -10,7 +10,7 @@ from torch import fx
 from ...patterns import values
 from ...patterns.linear import Linear, linear
 from ...runtime.sizes import is_contiguous
-from ...runtime.weights import can_pack, pack
+from ...runtime.weights import can_pack, pack, transposed
 from ..rewriter import Edit, Refused
 
 aten = torch.ops.aten
@@ -40,10 +40,19 @@ def packed_projection(parts: Sequence[Linear], edit: Edit) -> fx.Node:
     return edit.call(aten.linear.default, *arguments)
 
 
+def taps_first(weight: fx.Node, edit: Edit) -> fx.Node:
+    """The weight of a depthwise convolution, [channels, 1, width] or [channels, width], as [width, channels].
+
+    Raises:
+        Refused: the weight is no parameter, or can't be moved.
+    """
+    if not edit.rewriter.pack_weights:
+        raise Refused("its weight has the taps last and Options.pack_weights is off")
+    _claim([weight], transposed, "the convolution", edit)
+    return edit.share((transposed, weight), lambda: edit.call(transposed, weight))
+
+
 def _packed(weights: Sequence[fx.Node], edit: Edit) -> fx.Node:
-    parameters = edit.rewriter.parameters
-    if any(weight not in parameters for weight in weights):
-        raise Refused("a weight of its projections is computed or passed in, not a parameter of the model")
     for weight in weights:
         value = values.tensor(weight)
         assert value is not None
@@ -51,11 +60,18 @@ def _packed(weights: Sequence[fx.Node], edit: Edit) -> fx.Node:
             raise Refused(f"a weight of its projections is not contiguous: strides {tuple(value.stride())}")
     if len({values.dtype(weight) for weight in weights}) > 1:
         raise Refused("the weights of its projections have different types")
-    for weight in weights:
-        packed = edit.rewriter.packed.get(weight)
-        if packed is not None and packed != tuple(weights):
-            raise Refused("a weight of its projections is packed with others already")
-    if not can_pack([parameters[weight] for weight in weights]):
-        raise Refused("the weights of its projections share their storage with something else, and can't be moved")
-    edit.rewriter.packed.update(dict.fromkeys(weights, tuple(weights)))
+    _claim(weights, pack, "its projections", edit)
     return edit.call(pack, list(weights), shaped_as=torch.cat)
+
+
+def _claim(weights: Sequence[fx.Node], form: Callable[..., torch.Tensor], owner: str, edit: Edit) -> None:
+    """Settles that weights lie in one form: each can have one only."""
+    parameters = edit.rewriter.parameters
+    if any(weight not in parameters for weight in weights):
+        raise Refused(f"a weight of {owner} is computed or passed in, not a parameter of the model")
+    claim = (form, tuple(weights))
+    if any(edit.rewriter.packed.get(weight, claim) != claim for weight in weights):
+        raise Refused(f"a weight of {owner} is packed with others already")
+    if not can_pack([parameters[weight] for weight in weights]):
+        raise Refused(f"the weights of {owner} share their storage with something else, and can't be moved")
+    edit.rewriter.packed.update(dict.fromkeys(weights, claim))
