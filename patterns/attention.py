@@ -102,7 +102,7 @@ def _called(node: fx.Node, c: Canonicaliser) -> Match | Miss:
         scale = 1 / math.sqrt(head_dim)
     if given.get("dropout_p", 0.0) != 0 or not isinstance(scale, (int, float)):
         return Miss(KIND, node, "its scale or its dropout is known only when it runs")
-    added = (Addition(values.strip_widening(mask), rank=len(values.shape(node))),) if mask is not None else ()
+    added = (Addition(values.strip_widening(mask), shape=values.shape(node)),) if mask is not None else ()
     return _attention(node, Scores(query, key, float(scale), added), value, c, is_causal=given.get("is_causal", False))
 
 
@@ -203,7 +203,7 @@ def _attention(
             traits.append(f"a second {name}")
             continue
         inputs[name] = addition.node
-        traits += _traits(addition, found.q.merged, name == "bias")
+        traits += _traits(addition, found.q, name == "bias")
         if name == "mask" or mask is NO_MASK:
             mask = _with_fill(of, addition)
             hides = addition.hides
@@ -253,15 +253,16 @@ def _text(shape: tuple[Size, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _traits(addition: Addition, merged: bool, is_bias: bool) -> list[str]:
+def _traits(addition: Addition, q: Operand, is_bias: bool) -> list[str]:
     """What of a mask no op knows."""
     traits = []
-    shape = values.shape(addition.node)
-    if addition.rank > 4:
-        traits.append(f"scores of {addition.rank} axes")
-    is_by_head = merged and addition.rank == 3 and len(shape) == 3 and static_int(shape[0]) != 1
-    if is_by_head and not is_bias:
-        traits.append("a mask with batch and heads in one axis")
+    leading = (1, 1, *values.shape(addition.node)[:-2])[-2:]
+    of_scores, of_q = addition.shape[:-2], values.shape(q.node)[:-2]
+    fits = values.same_shape(of_scores, of_q) or (
+        is_bias and q.merged and values.same_shape(of_scores, (of_q[0] * of_q[1],))
+    )
+    if not fits and any(static_int(size) != 1 for size in leading):
+        traits.append(f"a mask of scores {_text(addition.shape)} for a q of {_text(values.shape(q.node))}")
     if addition.fill > addition.lowest:
         traits.append(f"the score {addition.fill:g} for hidden keys")
     return traits

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..runtime.sizes import Size
 from . import values
 from .linear import is_matmul
 from .mask import lowest
@@ -48,14 +49,14 @@ class Addition:
         hides: whether True hides a key, in a bool tensor.
         fill: the score that a hidden key gets, by a bool tensor.
         lowest: a score that is as low as a hidden key's has to be, in their type.
-        rank: how many axes the scores have to which it is added.
+        shape: the shape of the scores to which it is added, which it broadcasts to.
     """
 
     node: fx.Node
     hides: bool = False
     fill: float = -math.inf
     lowest: float = -math.inf
-    rank: int = 4
+    shape: tuple[Size, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ def _sum(node: fx.Node) -> Scores | None:
             continue
         inner = scores(below)
         if inner is not None and values.is_float(added):
-            return inner.plus(Addition(values.strip_widening(added), rank=len(values.shape(node))))
+            return inner.plus(Addition(values.strip_widening(added), shape=values.shape(node)))
     return None
 
 
@@ -177,7 +178,7 @@ def _filled(node: fx.Node, below: object, mask: object, hides: bool, fill: float
     inner = scores(below) if isinstance(below, fx.Node) and _has_shape_of(below, node) else None
     if inner is None or not isinstance(mask, fx.Node) or math.isnan(fill):
         return None
-    return inner.plus(Addition(mask, hides, fill, lowest(values.dtype(node)), len(values.shape(node))))
+    return inner.plus(Addition(mask, hides, fill, lowest(values.dtype(node)), values.shape(node)))
 
 
 def _has_shape_of(below: fx.Node, node: fx.Node) -> bool:
@@ -216,7 +217,7 @@ def _baddbmm(node: fx.Node) -> Scores | None:
         return product
     if beta != 1:
         product = product.having(f"a bias times {beta}")
-    return product.plus(Addition(values.strip_widening(added), rank=3))
+    return product.plus(Addition(values.strip_widening(added), shape=values.shape(node)))
 
 
 def operand(node: fx.Node, *, transposed: bool = False, takes_factors: bool = True) -> Operand:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,8 @@ from ...patterns.cone import walk
 from ...patterns.masks.integers import Linear, of_size
 from ...patterns.masks.visibility import Visibility
 from ...patterns.match import Match
+from ...patterns.movement import is_movement
+from ...patterns.values import CASTS
 from ...runtime.ops.attention_call import SHIFT_ALIGNMENT
 from ...runtime.ops.attention_mask import (
     BAND,
@@ -71,9 +72,7 @@ def masking(match: Match, query: fx.Node, key: fx.Node, contract: OpContract, ed
         if "mask" not in match.inputs:
             raise Refused("it is causal, which this op takes only as a mask, and the model has none")
         key_of_mask = (match.inputs["mask"], p.hides, *map(of_size, values.shape(query)[2:3] + values.shape(key)[2:3]))
-        arguments["atten_mask"] = edit.share(
-            ("hidden", *key_of_mask), lambda: _hidden(match.inputs["mask"], p, query, key, edit)
-        )
+        arguments["atten_mask"] = edit.share(("hidden", *key_of_mask), lambda: _hidden(match, query, key, edit))
     else:
         value = values.tensor(query)
         assert value is not None
@@ -118,15 +117,17 @@ def _mode(visible: Visibility | None, query: fx.Node, key: fx.Node) -> dict[str,
     return {"sparse_mode": BAND, "pre_tokens": before, "next_tokens": after}
 
 
-def _hidden(mask: fx.Node, p: Attention, query: fx.Node, key: fx.Node, edit: Edit) -> fx.Node:
+def _hidden(match: Match, query: fx.Node, key: fx.Node, edit: Edit) -> fx.Node:
     """The mask as the op takes it: bool, True hides, contiguous [batch or 1, 1, tokens, keys]."""
+    mask, p = match.inputs["mask"], match.params
+    assert isinstance(p, Attention)
     if values.dtype(mask) != torch.bool:
         if p.mask.visibility is None:
             raise Refused(f"its mask is float, and {p.mask.reason or 'not known to hide keys only'}")
         hidden = edit.call(aten.lt.Scalar, mask, 0)
     else:
         hidden = mask if p.hides else edit.call(aten.logical_not.default, mask)
-    hidden = _four_axes(hidden, edit)
+    hidden = _four_axes(hidden, match, edit)
     heads = values.shape(hidden)[1]
     if not known_equal(heads, 1):
         if p.mask.visibility is None or p.mask.kind == "per_batch_or_head":
@@ -135,10 +136,11 @@ def _hidden(mask: fx.Node, p: Attention, query: fx.Node, key: fx.Node, edit: Edi
     return edit.contiguous(_expanded(hidden, query, key, edit))
 
 
-def _four_axes(node: fx.Node, edit: Edit) -> fx.Node:
-    """[batch or 1, heads or 1, tokens or 1, keys]. A mask of three axes is one of a batch without heads."""
+def _four_axes(node: fx.Node, match: Match, edit: Edit) -> fx.Node:
+    """[batch or 1, heads or 1, tokens or 1, keys]. Of three axes the first is of heads where q has heads."""
+    without_heads = len(values.shape(match.inputs["query"])) == 3
     rank = len(values.shape(node))
-    for axis in {4: (), 3: (1,)}.get(rank, (0,) * (4 - rank)):
+    for axis in (1,) if rank == 3 and without_heads else (0,) * (4 - rank):
         node = edit.call(aten.unsqueeze.default, node, axis)
     return node
 
@@ -176,7 +178,7 @@ def _shift(match: Match, query: fx.Node, key: fx.Node, edit: Edit) -> fx.Node:
             rows, keys = (edit.rewriter.size(shape[axis], bias, axis) for axis in (1, 2))
             by_head = edit.view(bias, [-1, p.num_heads, rows, keys])
         else:
-            by_head = _four_axes(bias, edit)
+            by_head = _four_axes(bias, match, edit)
         return edit.contiguous(_aligned(_expanded(by_head, query, key, edit, p.num_heads), edit))
 
     sizes = map(of_size, (values.shape(query)[2], values.shape(key)[2]))
@@ -190,11 +192,38 @@ def _aligned(shift: fx.Node, edit: Edit) -> fx.Node:
     return edit.call(aten.constant_pad_nd.default, shift, [0, missing]) if missing else shift
 
 
+# What gives finite numbers for finite numbers, if none is too large.
+_KEEPS_FINITE = CASTS | {
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.neg.default,
+    aten.abs.default,
+    aten.where.self,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.embedding.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+    aten.cat.default,
+    aten.full.default,
+    aten.zeros.default,
+    aten.scalar_tensor.default,
+}
+
+
 def _is_finite(bias: fx.Node, edit: Edit) -> bool:
-    """Whether a bias is computed from the model's parameters and numbers alone, none of which is -inf."""
-    cone = walk(bias, lambda node: False, limit=128)
+    """Whether a bias is computed from parameters, integers and finite numbers alone, so that none of it is -inf."""
+    cone = walk(bias, lambda node: not values.is_float(node), limit=128)
     if cone is None:
         return False
-    from_data = [n for n in cone.inputs if n not in edit.rewriter.parameters and values.is_float(n)]
-    numbers = [a for n in cone.nodes for a in (*n.args, *n.kwargs.values()) if isinstance(a, float)]
-    return not from_data and not any(map(math.isinf, numbers))
+    largest = torch.finfo(values.dtype(bias)).max
+    numbers = [abs(a) for n in cone.nodes for a in (*n.args, *n.kwargs.values()) if isinstance(a, (int, float))]
+    return (
+        all(n in edit.rewriter.parameters or n.target in _KEEPS_FINITE or is_movement(n) for n in cone.nodes)
+        and not any(values.is_float(n) for n in cone.inputs if n not in edit.rewriter.parameters)
+        and all(number <= largest for number in numbers)
+        and sum(number > largest / 2 for number in numbers) < 2  # the sum of two would be infinite
+    )
