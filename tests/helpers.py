@@ -57,15 +57,16 @@ class Compiled:
 
 
 class _Recorder(fx.Interpreter):
-    """Keeps the value of every node."""
+    """Keeps the value of every node, as it was before later writes."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.values: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        self.values[n] = super().run_node(n)
-        return self.values[n]
+        value = super().run_node(n)
+        self.values[n] = value.clone() if isinstance(value, torch.Tensor) else value
+        return value
 
 
 class _RecordingBackend(Backend):
@@ -116,3 +117,18 @@ def repeats(match: Match, values: dict[fx.Node, Any]) -> bool:
     """Law 1: whether the spelling, fed with what the match says it reads, gives the value of its node bit for bit."""
     spelling = match.params.spelling
     return same(spelling(**{name: values[match.inputs[name]] for name in spelling.inputs}), values[match.node])
+
+
+def graph_of_dynamo(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
+    """Dynamo's graph of one call, as AOTAutograd is given it."""
+    graphs: list[fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    (module,) = graphs
+    return module
