@@ -25,7 +25,7 @@ from .mask import CAUSAL_FLAG, NO_MASK, Mask
 from .match import Findings, Match, Miss
 from .movement import COPIES, ROW_MAJOR_VIEWS, source
 from .preserved import original
-from .scores import Addition, Operand, Scores, operand, scores
+from .scores import Addition, Operand, Scores, is_last, operand, scores
 from .spelling import Spelling, spell
 
 aten = torch.ops.aten
@@ -126,6 +126,9 @@ def _written_out(node: fx.Node, c: Canonicaliser) -> Match | Miss | None:
     return _attention(node, found, operand(right, takes_factors=False), c, softmax=softmax, sink=sink)
 
 
+_SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
+
+
 def _softmax(weights: fx.Node) -> tuple[fx.Node | None, tuple[str, ...]]:
     """The softmax along the last axis below a matmul's left operand, and what is done to its weights on the way."""
     node, traits = weights, list[str]()
@@ -140,10 +143,17 @@ def _softmax(weights: fx.Node) -> tuple[fx.Node | None, tuple[str, ...]]:
             node = source(source(node))
         else:
             break
-    if node.target not in (aten._softmax.default, aten._safe_softmax.default) or not isinstance(node.args[1], int):
-        return None, ()
-    rank = len(values.shape(node))
-    return (node, tuple(traits)) if node.args[1] % rank == rank - 1 else (None, ())
+    softmax = node if node.target in _SOFTMAXES and is_last(node.args[1], node) else _exponentials(node)
+    return softmax, tuple(traits)
+
+
+def _exponentials(node: fx.Node) -> fx.Node | None:
+    """Of e / e.sum(-1, keepdim=True): e, if it is exp(x). That is the softmax of x."""
+    if node.target is not aten.div.Tensor or len(node.all_input_nodes) != 2:
+        return None
+    above, below = node.all_input_nodes
+    is_sum = below.target is aten.sum.dim_IntList and below.args[0] is above and below.args[2:] == (True,)
+    return above if is_sum and above.target is aten.exp.default and is_last(below.args[1], above) else None
 
 
 def _keeps_rows(node: fx.Node) -> bool:
@@ -278,4 +288,4 @@ def _with_fill(mask: Mask, addition: Addition) -> Mask:
 def _blank_rows(mask: Mask, softmax: fx.Node | None) -> Literal["zeros", "NaN", "mean"]:
     if mask.lowest:
         return "mean"
-    return "NaN" if softmax is not None and softmax.target is aten._softmax.default else "zeros"
+    return "zeros" if softmax is None or softmax.target is aten._safe_softmax.default else "NaN"

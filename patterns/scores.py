@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,8 +115,9 @@ def scores(node: fx.Node) -> Scores | None:
     if op is aten.where.self:
         seen, chosen, other = node.args
         for inside, fill, hides in ((chosen, other, False), (other, chosen, True)):
-            if not math.isnan(_number(fill)):
-                return _filled(node, inside, seen, hides, _number(fill))
+            number = _number(_of_one_number(fill))
+            if not math.isnan(number):
+                return _filled(node, inside, seen, hides, number)
     return None
 
 
@@ -133,16 +135,15 @@ def _changes_no_value(node: fx.Node) -> bool:
 
 def _factor(node: fx.Node) -> tuple[fx.Node, float] | None:
     """What a node multiplies by a number, and the number."""
-    if node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-        if node.kwargs.get("rounding_mode") is not None:
-            return None
-        below, by = node.args[:2]
+    if node.target not in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        return None
+    divides = node.target in (aten.div.Tensor, aten.div.Scalar)
+    for below, by in (node.args,) if divides else (node.args, node.args[::-1]):
         number = _number(by)
-        if not isinstance(below, fx.Node) or math.isnan(number) or not values.is_float(below):
-            return None
-        if node.target in (aten.div.Tensor, aten.div.Scalar):
-            return (below, 1 / number) if number else None
-        return below, number
+        if isinstance(below, fx.Node) and values.is_float(below) and not math.isnan(number):
+            if divides:
+                return (below, 1 / number) if number else None
+            return below, number
     return None
 
 
@@ -154,6 +155,15 @@ def _number(value: object) -> float:
             found = constant(value, rounds=True)
         return math.nan if found is None else float(found)
     return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def _of_one_number(value: object) -> object:
+    """The number that a tensor is filled with, where its type holds that; else the value as it is."""
+    if not isinstance(value, fx.Node) or value.target not in (aten.full.default, aten.full_like.default):
+        return value
+    number: Any = value.args[1]
+    exact = isinstance(number, (int, float)) and torch.tensor(number, dtype=values.dtype(value)).item() == number
+    return number if exact else value
 
 
 def _soft_capped(node: fx.Node) -> Scores | None:
@@ -187,17 +197,24 @@ def _has_shape_of(below: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_row_maximum(node: object, of: object) -> bool:
-    """Whether a node is amax(x, -1, keepdim=True) of that x."""
-    if isinstance(node, fx.Node) and node.target in COPIES:
+    """Whether a node is the maximum of each row of x, as amax or max give it, with its last axis kept."""
+    if not isinstance(node, fx.Node) or not isinstance(of, fx.Node):
+        return False
+    if node.target in COPIES:
         node = source(node)
-    return (
-        isinstance(node, fx.Node)
-        and node.target is aten.amax.default
-        and isinstance(of, fx.Node)
-        and node.args[0] is of
-        and tuple(node.args[1]) in ((-1,), (len(values.shape(of)) - 1,))  # type: ignore[arg-type]  # a list
-        and (node.args[2:] or (node.kwargs.get("keepdim"),))[0] is True
-    )
+    if node.target is operator.getitem and node.args[1] == 0:
+        node = source(node)
+    if node.target not in (aten.amax.default, aten.max.dim) or node.args[0] is not of:
+        return False
+    given: Any = {**dict(zip(("dim", "keepdim"), node.args[1:], strict=False)), **node.kwargs}
+    return is_last(given.get("dim"), of) and given.get("keepdim") is True
+
+
+def is_last(dim: Any, node: fx.Node) -> bool:
+    """Whether a dim, or a list of one, is the last axis of a node."""
+    if isinstance(dim, (list, tuple)):
+        (dim,) = dim if len(dim) == 1 else (None,)
+    return isinstance(dim, int) and dim in (-1, len(values.shape(node)) - 1)
 
 
 def _product(left: object, right: object) -> Scores | None:
