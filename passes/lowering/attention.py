@@ -5,7 +5,7 @@ Heads of key and value are given as they are. A mask becomes a mode where one sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,8 @@ from ...patterns.movement import permutation
 from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import is_contiguous, known_true
 from ..rewriter import Edit, Refused
-from .attention_mask import Masking, masking
+from .attention_mask import masking
+from .attention_ops import ATTENTION_OPS, AttentionOp
 from .candidates import first_legal
 from .precision import refuse_other_precision
 
@@ -29,7 +30,7 @@ aten = torch.ops.aten
 _ORDERS: Mapping[str, tuple[int, int, int, int]] = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3)}
 _SWAPPED = _ORDERS["BSND"]
 
-# The bit of inner_precise that makes rows which see no key zeros.
+# What inner_precise is where rows that see no key are to be zeros.
 _ZERO_BLANK_ROWS = 2
 
 
@@ -40,37 +41,10 @@ def lower(match: Match, edit: Edit) -> OpContract:
     if p.traits:
         raise Refused(f"it has {' and '.join(p.traits)}, which the fused ops don't take")
     refuse_other_precision(values.dtype(match.node), *p.steps)
-    return first_legal(
-        {
-            "npu::npu_fused_infer_attention_score": partial(_lower, match, edit, _fused_infer_arguments),
-            "npu::npu_prompt_flash_attention": partial(_lower, match, edit, _prompt_flash_arguments),
-        },
-        edit,
-    )
+    return first_legal({name: partial(_lower, match, edit, op) for name, op in ATTENTION_OPS.items()}, edit)
 
 
-_Arguments = Callable[[Attention, Masking], dict[str, Any]]
-
-
-def _fused_infer_arguments(p: Attention, masked: Masking) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"num_heads": p.num_heads, "scale": p.scale}
-    if p.num_kv_heads != p.num_heads:
-        arguments["num_key_value_heads"] = p.num_kv_heads
-    if masked.zeros_blank_rows:
-        arguments["inner_precise"] = _ZERO_BLANK_ROWS
-    return {**arguments, **masked.arguments}
-
-
-def _prompt_flash_arguments(p: Attention, masked: Masking) -> dict[str, Any]:
-    if masked.zeros_blank_rows:
-        raise Refused("a query may see no key, for which the op's result is undefined")
-    arguments: dict[str, Any] = {"num_heads": p.num_heads, "scale_value": p.scale, "next_tokens": 2**31 - 1}
-    if p.num_kv_heads != p.num_heads:
-        arguments["num_key_value_heads"] = p.num_kv_heads
-    return {**arguments, **masked.arguments}
-
-
-def _lower(match: Match, edit: Edit, name_arguments: _Arguments, contract: OpContract) -> None:
+def _lower(match: Match, edit: Edit, op: AttentionOp, contract: OpContract) -> None:
     p = match.params
     assert isinstance(p, Attention)
     query, key, value = (_heads_second(match.inputs[name], edit) for name in ("query", "key", "value"))
@@ -79,21 +53,24 @@ def _lower(match: Match, edit: Edit, name_arguments: _Arguments, contract: OpCon
     dtype = values.dtype(query)
     if dtype != values.dtype(match.node):
         raise Refused(f"its result is {values.dtype(match.node)}, and q is {dtype}")
-    masked = masking(match, query, key, contract, edit)
+    masked = masking(match, query, key, op, edit)
     layout = min(_ORDERS, key=lambda name: _copies((query, key, value), _ORDERS[name]))
     order = _ORDERS[layout]
-    tensors = {
+    arguments: dict[str, Any] = {
         name: edit.contiguous(edit.permuted(node, order))
         for name, node in (("query", query), ("key", key), ("value", value))
     }
     tokens = values.shape(query)[2]
-    if layout == "BNSD" and known_true(tokens > 1) and _wants_tokens_first(match.node):
+    if op.swaps_result and layout == "BNSD" and known_true(tokens > 1) and _wants_tokens_first(match.node):
         layout, order = "BNSD_BSND", _SWAPPED
+    arguments |= {op.num_heads: p.num_heads, "input_layout": layout, op.scale: p.scale}
+    if op.num_kv_heads is not None and p.num_kv_heads != p.num_heads:
+        arguments[op.num_kv_heads] = p.num_kv_heads
+    if masked.zeros_blank_rows:
+        arguments["inner_precise"] = _ZERO_BLANK_ROWS
     edit.note("the op computes in float32 and rounds once; the model rounds as its own kernels do")
-    result = edit.op(contract, **tensors, input_layout=layout, **name_arguments(p, masked))
-    if contract.name.endswith("infer_attention_score"):
-        result = edit.item(result, 0)
-    _replace(match.node, result, order, edit)
+    result = edit.op(contract, **{**arguments, **op.constant, **masked.arguments})
+    _replace(match.node, edit.item(result, 0) if op.gives_several else result, order, edit)
 
 
 def _heads_second(node: fx.Node, edit: Edit) -> fx.Node:

@@ -24,9 +24,9 @@ from ...runtime.ops.attention_mask import (
     UNLIMITED,
     compressed_causal_mask,
 )
-from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import known_equal, known_same_shape, known_true, static_int
 from ..rewriter import Edit, Refused
+from .attention_ops import AttentionOp
 
 aten = torch.ops.aten
 
@@ -46,14 +46,14 @@ class Masking:
     zeros_blank_rows: bool = False
 
 
-def masking(match: Match, query: fx.Node, key: fx.Node, contract: OpContract, edit: Edit) -> Masking:
+def masking(match: Match, query: fx.Node, key: fx.Node, op: AttentionOp, edit: Edit) -> Masking:
     """Says what a site hides in the arguments of an op.
 
     Args:
         match: a site of attention.
         query: [batch, heads, tokens, head_dim].
         key: likewise.
-        contract: the op.
+        op: the op.
         edit: the rewrite of the site.
 
     Raises:
@@ -63,11 +63,11 @@ def masking(match: Match, query: fx.Node, key: fx.Node, contract: OpContract, ed
     assert isinstance(p, Attention)
     arguments: dict[str, Any] = {}
     if "bias" in match.inputs:
-        arguments["pse_shift"] = _shift(match, query, key, edit)
+        arguments[op.shift] = _shift(match, query, key, op, edit)
     if p.mask.kind in ("none", "all_true", "bias"):
         return Masking(arguments)
-    zeros = _zeros_blank_rows(p, query)
-    mode = _mode(p.mask.visibility, query, key) if contract.name.endswith("infer_attention_score") else None
+    zeros = _zeros_blank_rows(p, query, op)
+    mode = _mode(p.mask.visibility, query, key, op) if op.has_modes else None
     if mode is None:
         if "mask" not in match.inputs:
             raise Refused("it is causal, which this op takes only as a mask, and the model has none")
@@ -81,7 +81,7 @@ def masking(match: Match, query: fx.Node, key: fx.Node, contract: OpContract, ed
     return Masking(arguments, zeros)
 
 
-def _zeros_blank_rows(p: Attention, query: fx.Node) -> bool:
+def _zeros_blank_rows(p: Attention, query: fx.Node, op: AttentionOp) -> bool:
     """Whether the model gives zeros to a query that sees no key, and there may be one.
 
     Raises:
@@ -92,12 +92,15 @@ def _zeros_blank_rows(p: Attention, query: fx.Node) -> bool:
     if p.blank_rows != "zeros":
         given = {"NaN": "NaN", "mean": "the mean of all values"}[p.blank_rows]
         raise Refused(f"{_UNPROVEN}: the model gives {given} to one that sees none, the op does not")
-    if not known_true(values.shape(query)[2] > 1):
-        raise Refused(f"{_UNPROVEN}: for a query of one token the op leaves open what one gets that sees none")
+    if op.zeros_for == "none" or (op.zeros_for == "several tokens" and not known_true(values.shape(query)[2] > 1)):
+        tokens = values.shape(query)[2]
+        raise Refused(f"{_UNPROVEN}: what one gets that sees none, the op leaves open for a query of {tokens} tokens")
     return True
 
 
-def _mode(visible: Visibility | None, query: fx.Node, key: fx.Node) -> dict[str, Any] | None:
+def _mode(
+    visible: Visibility | None, query: fx.Node, key: fx.Node, op: AttentionOp
+) -> dict[str, Any] | None:
     """The sparse mode that hides the same; None where there is none."""
     if visible is None or visible.chunk is not None or visible.segments is not None or visible.padding is not None:
         return None
@@ -114,7 +117,7 @@ def _mode(visible: Visibility | None, query: fx.Node, key: fx.Node) -> dict[str,
     after = (upper - surplus).number if upper is not None else UNLIMITED
     if before is None or after is None:
         return None
-    return {"sparse_mode": BAND, "pre_tokens": before, "next_tokens": after}
+    return {"sparse_mode": BAND, op.pre_tokens: before, op.next_tokens: after}
 
 
 def _hidden(match: Match, query: fx.Node, key: fx.Node, edit: Edit) -> fx.Node:
@@ -158,7 +161,7 @@ def _expanded(node: fx.Node, query: fx.Node, key: fx.Node, edit: Edit, heads: in
 # Numbers that are added -----------------------------------------------------------------------------------------------
 
 
-def _shift(match: Match, query: fx.Node, key: fx.Node, edit: Edit) -> fx.Node:
+def _shift(match: Match, query: fx.Node, key: fx.Node, op: AttentionOp, edit: Edit) -> fx.Node:
     """A bias as the op takes it: [batch or 1, heads, tokens, keys]."""
     p = match.params
     assert isinstance(p, Attention)
@@ -179,10 +182,11 @@ def _shift(match: Match, query: fx.Node, key: fx.Node, edit: Edit) -> fx.Node:
             by_head = edit.view(bias, [-1, p.num_heads, rows, keys])
         else:
             by_head = _four_axes(bias, match, edit)
-        return edit.contiguous(_aligned(_expanded(by_head, query, key, edit, p.num_heads), edit))
+        whole = _expanded(by_head, query, key, edit, p.num_heads)
+        return edit.contiguous(_aligned(whole, edit) if op.pads_shift else whole)
 
     sizes = map(of_size, (values.shape(query)[2], values.shape(key)[2]))
-    return edit.share(("shift", bias, p.num_heads, *sizes), make)
+    return edit.share(("shift", bias, p.num_heads, op.pads_shift, *sizes), make)
 
 
 def _aligned(shift: fx.Node, edit: Edit) -> fx.Node:
