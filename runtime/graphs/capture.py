@@ -70,11 +70,3 @@ class CaptureBackend(Protocol):
 
     def order(self) -> None:
         """Lets what follows on the current stream wait for the replay before, which may have been on another."""
-
-    def same_addresses(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> bool:
-        """Whether each tensor still lies where it was."""
-
-
-def same_addresses(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> bool:
-    """`CaptureBackend.same_addresses` with what any torch has."""
-    return list(map(torch.Tensor.data_ptr, tensors)) == addresses

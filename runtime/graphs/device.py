@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .capture import CaptureBackend, Captured, same_addresses
+from .capture import CaptureBackend, Captured
 from .host import HostBackend
 from .host_lists import check_host_lists
 from .record import Recorder, Trace, storage_key
@@ -50,11 +49,10 @@ class DeviceBackend:
         """See `CaptureBackend.capture`."""
         graph = self._new_graph()
         before = self._module.memory_allocated(self._device)
-        recorder = Recorder(keep=bool(host_lists))
+        recorder = Recorder()
         with _no_collection(), self._capturing(graph), recorder:
             result = run()
-        check_host_lists(recorder.trace.calls, host_lists)
-        recorder.trace.calls.clear()  # their tensors are the pool's to use again
+        check_host_lists(recorder.trace.lists, host_lists)
         grown = self._module.memory_allocated(self._device) - before
         return Captured(self._graph(graph, result, recorder.trace, grown), result, recorder.trace)
 
@@ -71,10 +69,6 @@ class DeviceBackend:
         if self._last is not None and self._last != current:
             current.wait_stream(self._last)
         self._last = current
-
-    def same_addresses(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> bool:
-        """See `CaptureBackend.same_addresses`."""
-        return same_addresses(tensors, addresses)
 
 
 class DeviceGraph:
@@ -116,8 +110,6 @@ class NpuBackend(DeviceBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__("npu", device)
-        native = importlib.import_module("torch_npu")._C
-        self._same_addresses = native._tensors_data_ptrs_at_indices_equal
 
     def _new_graph(self) -> Any:
         return self._module.NPUGraph()
@@ -133,10 +125,6 @@ class NpuBackend(DeviceBackend):
 
     def _graph(self, graph: Any, result: Any, trace: Trace, nbytes: int) -> DeviceGraph:
         return NpuGraph(graph, _made(result, trace), nbytes, self._module)
-
-    def same_addresses(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> bool:
-        """See `CaptureBackend.same_addresses`; torch_npu compares without a Python call for each tensor."""
-        return bool(self._same_addresses(tensors, addresses, range(len(tensors))))
 
 
 class NpuGraph(DeviceGraph):

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .capture import Captured, same_addresses
+from .capture import Captured
 from .errors import CaptureError
-from .host_lists import check_host_lists, host_arguments
+from .host_lists import check_host_lists, taken_lists
 from .outputs import bytes_of
 from .record import Call, Recorder, storage_key
 
@@ -42,7 +42,7 @@ class HostBackend:
                 result = run()
         finally:
             recorder.restore()  # it ran, which a capture on a device does not
-        check_host_lists(recorder.trace.calls, host_lists)
+        check_host_lists(recorder.trace.lists, host_lists)
         graph = HostGraph(recorder.trace.calls)
         _check_complete(graph, result, recorder)
         return Captured(graph, result, recorder.trace)
@@ -54,14 +54,13 @@ class HostBackend:
     def order(self) -> None:
         """There is one order."""
 
-    same_addresses = staticmethod(same_addresses)
-
 
 class HostGraph:
     """Ops that are called again."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._steps = [_Step(call) for call in calls if call.writes or (any(call.fresh) and not _is_empty(call))]
+        self._renewed = [step for step in self._steps if step.lists]
         self._by_storage: dict[int, list[torch.Tensor]] = {}
         made: dict[int, torch.Tensor] = {}
         for call in calls:
@@ -76,7 +75,7 @@ class HostGraph:
 
     def update(self, lists: Mapping[str, Sequence[int]]) -> None:
         """See `Graph.update`."""
-        for step in self._steps:
+        for step in self._renewed:
             step.update(lists)
 
     def replay(self) -> None:
@@ -110,10 +109,10 @@ class _Step:
         self._op, self._args, self._kwargs = call.op, call.args, dict(call.kwargs)
         self._results = [(i, result) for i, result in enumerate(call.results) if call.fresh[i]]
         names = [argument.name for argument in call.op._schema.arguments]
-        self._lists = {name: names.index(name) for name, _ in host_arguments(call)}
+        self.lists = {name: names.index(name) for name, _ in taken_lists(call.op, call.args, call.kwargs)}
 
     def update(self, lists: Mapping[str, Sequence[int]]) -> None:
-        for name, position in self._lists.items():
+        for name, position in self.lists.items():
             if name in lists:
                 if position < len(self._args):
                     self._args = (*self._args[:position], list(lists[name]), *self._args[position + 1 :])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from .errors import CaptureError
-from .record import Call
 
 # The arguments that torch_npu 2.13 renews by `NPUGraph.update`: its UPDATE_SPECS, those whose value is a list.
 HOST_LISTS: Mapping[str, frozenset[str]] = {
@@ -14,22 +14,36 @@ HOST_LISTS: Mapping[str, frozenset[str]] = {
 }
 
 
-def check_host_lists(calls: Sequence[Call], lists: Mapping[str, Sequence[int]]) -> None:
+def taken_lists(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int]]]:
+    """The lists of a call that can be renewed, by the names of the arguments."""
+    keys = HOST_LISTS.get(op._schema.name, frozenset())
+    if keys:
+        for i, argument in enumerate(op._schema.arguments):
+            if argument.name in keys:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                if value is not None:
+                    yield argument.name, value
+
+
+def check_host_lists(taken: Sequence[tuple[str, str, Sequence[int]]], lists: Mapping[str, Sequence[int]]) -> None:
     """Checks that each list has an op that takes it as it is.
 
     A key that no op knows would be ignored, and the op would go on with the lengths of the capture.
 
+    Args:
+        taken: what ops of the run took: the op, the argument, the value.
+        lists: the inputs, by the names of the arguments.
+
     Raises:
         CaptureError: no op takes a list, or one takes another list by the same name, which the update would overwrite.
     """
-    takers = [call for call in calls if call.op._schema.name in HOST_LISTS]
     for key, expected in lists.items():
-        values = [value for call in takers for name, value in host_arguments(call) if name == key]
+        values = [value for _, name, value in taken if name == key]
         if not values:
-            known = {call.op._schema.name: sorted(HOST_LISTS[call.op._schema.name]) for call in takers}
+            known = sorted({f"{op} takes {', '.join(sorted(HOST_LISTS[op]))}" for op, _, _ in taken})
             raise CaptureError(
-                f"no captured op takes {key!r} as a list that a replay can renew, so that it would keep the capture's; "
-                + ("; ".join(f"{name} takes {', '.join(keys)}" for name, keys in sorted(known.items())) or "none does")
+                f"no op of the run takes a list {key!r} that a replay can renew, so that it would keep the capture's; "
+                + ("; ".join(known) or "none takes any")
             )
         for value in values:
             if list(value) != list(expected):
@@ -37,14 +51,3 @@ def check_host_lists(calls: Sequence[Call], lists: Mapping[str, Sequence[int]]) 
                     f"an op takes {list(value)} as {key!r}, but the input is {list(expected)}: give the op the input "
                     "as it is, as replays renew the op's list with it"
                 )
-
-
-def host_arguments(call: Call) -> list[tuple[str, Sequence[int]]]:
-    """The lists of a call that can be renewed, by name."""
-    found = []
-    for i, argument in enumerate(call.op._schema.arguments):
-        if argument.name in HOST_LISTS.get(call.op._schema.name, ()):
-            value = call.args[i] if i < len(call.args) else call.kwargs.get(argument.name)
-            if value is not None:
-                found.append((argument.name, value))
-    return found

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import CaptureError
+from .host_lists import taken_lists
 
 # The arguments that switch chance off, with the value that does: a kernel of attention is no random op without dropout.
 _NO_CHANCE = {"dropout_p": 0.0, "p": 0.0, "dropout": 0.0, "train": False, "training": False}
@@ -64,12 +65,14 @@ class Trace:
         outside: the storages used that the run didn't make, each by one alias: inputs, parameters, state.
         written: keys of those that were written.
         made: the storages that the run made.
+        lists: lists from the host that ops took and that can be renewed: the op, the argument, the value.
     """
 
     calls: list[Call] = field(default_factory=list)
     outside: dict[int, torch.Tensor] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
     made: dict[int, StorageWeakRef] = field(default_factory=dict)
+    lists: list[tuple[str, str, Sequence[int]]] = field(default_factory=list)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # (torch has no types there, nor below)
@@ -110,6 +113,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # (torch has
         if any(isinstance(value, FakeTensor) for value in _tensors((args, kwargs))):
             return func(*args, **kwargs)  # a compilation that goes on inside the run
         _refuse(func, args, kwargs)
+        for name, value in taken_lists(func, args, kwargs):
+            self.trace.lists.append((func._schema.name, name, value))
         before = [storage_key(tensor) for tensor in _tensors((args, kwargs))]
         for tensor in _tensors((args, kwargs)):
             self._see(tensor)

@@ -500,7 +500,7 @@ class _Memory:
         self.backend = backend
         self.buffers = Buffers(device)
         self.roots: list[Any] = [function]
-        self.watch = Watch(self.roots, backend.same_addresses)
+        self.watch = Watch(self.roots)
         self.plans: dict[Hashable, _Plan] = {}
         self.entries: dict[Hashable, _Entry] = {}
         self.trims: dict[Hashable, Trims] = {}

@@ -4,8 +4,9 @@ A graph knows addresses, a model knows names. Three things make them differ: a t
 `module.to()`), a name gets another tensor (`load_state_dict(assign=True)`, `module.weight = new`), a container another
 module or cache. None of them leaves a mark that could be asked for once (`p.data = new` doesn't even bump the version
 counter; a weak reference to the old memory tells nothing while somebody keeps it as a backup), so on each replay every
-name and every address is compared. That is linear in the number of tensors, and all of it runs in C: dicts of modules
-are compared as wholes, which stops at identity for each entry, and addresses by one call.
+name and every address is compared. That is linear in the number of tensors, about 0.1 us each: dicts of modules are
+compared as wholes, which stops at identity for each entry, and addresses are asked for without a line of Python in
+between. (torch_npu's own comparison of addresses, for its graph trees, was tried and takes as long.)
 
 Not noticed: other shapes or strides over the very same memory, a number or a branch in the model's Python that changed,
 and tensors that can't be reached from the callable through attributes, containers, closures and its own globals.
@@ -14,10 +15,11 @@ and tensors that can't be reached from the callable through attributes, containe
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -25,8 +27,7 @@ from torch import nn
 
 from .record import storage_key
 
-_Check = Callable[[Sequence[torch.Tensor], Sequence[int]], bool]
-_SILENT = ("_parameters", "_buffers", "_modules", "cell_contents", "__self__", "__func__", "forward")
+_SILENT = ("cell_contents", "__self__", "__func__", "forward")
 _TABLES = ("_parameters", "_buffers", "_modules")
 # Whose objects hold no tensors of a model in attributes: loggers, locks, dispatchers.
 _OPAQUE = (sys.stdlib_module_names - {"types"}) | {"torch"}
@@ -38,18 +39,16 @@ class Watch:
 
     Args:
         root: the callable; everything is looked for from here.
-        same_addresses: how addresses are compared.
     """
 
-    def __init__(self, root: Any, same_addresses: _Check) -> None:
+    def __init__(self, root: Any) -> None:
         self._root = root
-        self._same_addresses = same_addresses
         self._keys: set[int] = set()
         self._forget()
 
     def _forget(self) -> None:
-        self._tables: list[dict[str, Any]] = []
-        self._were: list[dict[str, Any]] = []
+        self._tables: list[Any] = []
+        self._were: list[Any] = []
         self._items: list[tuple[Any, Any, Any]] = []
         self._attributes: list[tuple[Any, str, Any]] = []
         self._tensors: list[torch.Tensor] = []
@@ -83,7 +82,7 @@ class Watch:
             Exception
         ):  # a name is gone; or another tensor was compared with the one before, which has no truth value
             return True
-        return not self._same_addresses(self._tensors, self._addresses)
+        return list(map(torch.Tensor.data_ptr, self._tensors)) != self._addresses
 
 
 class _Search:
@@ -106,32 +105,25 @@ class _Search:
             if leads:
                 self._watch._tensors.append(value)
         else:
-            leads = self._tables(value) if isinstance(value, nn.Module) else False
-            for note, holder, key, child in _steps(value):
+            leads = False
+            tables: dict[int, Any] = {}
+            for kind, holder, key, child in _steps(value):
                 if self.visit(child):
                     leads = True
-                    if note == "item":
+                    # Two tensors of one number each are compared by it, not by identity.
+                    if kind == "entry" and not (isinstance(child, torch.Tensor) and child.numel() == 1):
+                        tables[id(holder)] = holder
+                    elif kind in ("entry", "item"):
                         self._watch._items.append((holder, key, child))
-                    elif note == "attribute":
+                    elif kind == "attribute":
                         self._watch._attributes.append((holder, key, child))
+            self._watch._tables.extend(tables.values())
+            self._watch._were.extend(map(copy.copy, tables.values()))
         self._leads[id(value)] = leads
         return leads
 
-    def _tables(self, module: nn.Module) -> bool:
-        found = False
-        for table in (module.__dict__[name] for name in _TABLES):
-            leading = [key for key in table if self.visit(table[key])]
-            if leading:
-                found = True
-                self._watch._tables.append(table)
-                self._watch._were.append(dict(table))
-                # Two tensors of one number each do have a truth value, equal if the numbers are.
-                ambiguous = [key for key in leading if isinstance(table[key], torch.Tensor) and table[key].numel() == 1]
-                self._watch._items.extend((table, key, table[key]) for key in ambiguous)
-        return found
 
-
-def reachable(root: Any, keys: Collection[int], wanted: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def reachable(root: Any, keys: Collection[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in these storages that are reachable from an object, with the way to each."""
     seen: set[int] = set()
     alive: list[Any] = []
@@ -146,19 +138,23 @@ def reachable(root: Any, keys: Collection[int], wanted: str = "") -> Iterator[tu
                 yield path, value
             return
         for _, holder, key, child in _steps(value):
-            yield from walk(
-                child, path if key in _SILENT else f"{path}.{key}" if holder is not value else f"{path}[{key!r}]"
-            )
+            step = "" if key in _SILENT else f"[{key!r}]" if holder is value else f".{key}"
+            yield from walk(child, path + step)
 
-    yield from walk(root, wanted)
+    yield from walk(root, "")
 
 
 def _steps(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """The ways from an object to others: kind, holder, key, child. Tables of modules are not among them."""
+    """The ways from an object to others: kind, holder, key, child.
+
+    An "entry" is one of a dict or list that holds nothing else, and can be compared as a whole; an "item" is one of
+    others, an "attribute" is asked for by its name, and what is "fixed" can't change.
+    """
     if isinstance(value, dict):
         yield from (("item", value, key, child) for key, child in list(value.items()))
     elif isinstance(value, (list, tuple)):
-        yield from (("item", value, i, child) for i, child in enumerate(value))
+        kind = "entry" if all(isinstance(child, torch.Tensor) for child in value) else "item"
+        yield from ((kind, value, i, child) for i, child in enumerate(value))
     elif isinstance(value, types.MethodType):
         yield "fixed", value, "__self__", value.__self__
         yield "fixed", value, "__func__", value.__func__
@@ -171,7 +167,10 @@ def _steps(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
     elif isinstance(value, types.FunctionType):
         yield from _steps_of_function(value)
     elif isinstance(value, nn.Module):
-        yield from (("item", value.__dict__, name, child) for name, child in list(value.__dict__.items()))
+        for table in (value.__dict__[name] for name in _TABLES):
+            yield from (("entry", table, key, child) for key, child in list(table.items()))
+        attributes = value.__dict__
+        yield from (("item", attributes, name, child) for name, child in attributes.items() if name not in _TABLES)
         yield "fixed", value, "forward", type(value).forward
     elif type(value).__module__.partition(".")[0] not in _OPAQUE:
         attributes = getattr(value, "__dict__", {})
