@@ -186,7 +186,8 @@ def _match_output(node: fx.Node, c: Canonicaliser) -> Match | Miss | None:
 def _difference(node: fx.Node) -> Miss | None:
     """Of a convolution in groups along one axis: in what it differs."""
     difference = convolution_difference(node)
-    is_grouped = node.args[8] != 1 and len(node.args[3]) == 1  # type: ignore[arg-type]  # a list
+    stride, is_transposed, groups = node.args[3], node.args[6], node.args[8]
+    is_grouped = groups != 1 and len(stride) == 1 and not is_transposed  # type: ignore[arg-type]  # a list
     return Miss(KIND, node, "{}", (difference,)) if difference is not None and is_grouped else None
 
 

@@ -51,8 +51,9 @@ class Compiled:
         graph.output(graph.graph_copy(self.before.graph, copies))
         restore(graph)
         interpreter = _Recorder(fx.GraphModule(self.before, graph))
+        inputs = [given.clone() if isinstance(given, torch.Tensor) else given for given in self.inputs]
         with torch.no_grad():
-            interpreter.run(*self.inputs)
+            interpreter.run(*inputs)
         return {node: interpreter.values[copy] for node, copy in copies.items()}
 
 

@@ -66,8 +66,8 @@ class Columns:
         below = [UNIT if axis is None else roles[axis] for axis in step.axes]
         if step.cut is None:
             return self.read(step.below, tuple(below))
-        if step.axes[step.cut.axis] is None and TIME not in roles:
-            below[step.cut.axis] = TIME  # one column is selected
+        if below[step.cut.axis] == UNIT and TIME not in roles:
+            below[step.cut.axis] = TIME  # one column is cut out
         if below[step.cut.axis] != TIME:
             return None
         return self.read(step.below, tuple(below)).cut(step.cut.low, step.cut.high)

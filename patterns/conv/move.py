@@ -89,7 +89,7 @@ def _placed(bound: Size, size: Size) -> Size | None:
     if known_true(bound < 0):
         bound = bound + size
         return bound if known_true(bound >= 0) else 0 if known_true(bound < 0) else None
-    if known_true(bound >= size):
+    if known_equal(bound, _END) or known_true(bound >= size):
         return size
     return bound if known_true(bound >= 0) and known_true(bound <= size) else None
 

@@ -377,8 +377,11 @@ def _taps(
         return None
     whole = joined([*(taps[place].cut(0, 1) for place in range(size - 1)), taps[size - 1]])
     count = taps[0].length
-    if whole is None or len([piece for piece in whole.pieces if piece.source is not None]) > 2:
-        return None  # of a state and x they are two
+    if whole is None or not whole.pieces:
+        return None
+    sources = [piece.source for piece in whole.pieces if piece.source is not None]
+    if len(sources) > 2 or any(source.time is None for source in sources[:-1]):
+        return None  # of a state and x they are two, and a state has columns
     if not all(whole.cut(place, place + count).is_same(taps[place]) for place in taps):
         return None
     return Output(node, reader, whole, source, None, None, size - 1, count, roles)
