@@ -12,20 +12,20 @@ place in it by offset, sizes and strides.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._ops import HigherOrderOperator, OpOverload
 
 from ..patterns import values
 from ..runtime.options import IN_PLACE
-from ..runtime.sizes import known_equal, known_same_shape, known_true
+from ..runtime.sizes import is_contiguous, known_equal, known_same_shape, known_true
 from .effects import is_pure
 from .report import Site
-from .rewriter import Refused, Rewriter, same_layout
+from .rewriter import Refused, Rewriter, same_layout, storages
 from .writes import PUTS, Write, view_of, write
 
 aten = torch.ops.aten
@@ -130,28 +130,34 @@ class _InPlace:
             Refused: it may not be put in place.
         """
         settled: set[fx.Node] = set()
-        seen: frozenset[int] = frozenset()
-        for base, result in zip(candidate.bases, candidate.results, strict=True):
-            memory = storages(base)
-            if memory & seen:
-                raise Refused("it writes one buffer through two arguments")
-            seen |= memory
-            if memory & _memory_of(candidate.reads):
+        read = _memory_of(candidate.reads)
+        for base in candidate.bases:
+            if storages(base) & read:
                 raise Refused("it reads the buffer that it writes")
             if overlaps_itself(value(base)):
                 sizes, strides = tuple(values.shape(base)), value(base).stride()
                 raise Refused(f"elements of the buffer share memory: sizes {sizes}, strides {strides}")
-            settled |= self._judge_behind(candidate, base, result)
+        if not all(_lie_apart(value(a), value(b)) for a, b in combinations(candidate.bases, 2)):
+            raise Refused("it writes one buffer through two arguments")
+        written = list(zip(candidate.bases, candidate.results, strict=True))
+        for memory in _memory_of(candidate.bases):
+            settled |= self._judge_behind(candidate, memory, [of for of in written if memory in storages(of[0])])
         return settled
 
-    def _judge_behind(self, candidate: Write, base: fx.Node, result: fx.Node | None) -> set[fx.Node]:
+    def _judge_behind(
+        self, candidate: Write, memory: int, written: list[tuple[fx.Node, fx.Node | None]]
+    ) -> set[fx.Node]:
         """The same for one buffer: nothing may read its old value later, or rely on the new one being apart."""
-        (memory,) = storages(base)
         epilogue = self.epilogues.get(self.roots[memory])
-        places = {} if result is None else {result: value(base)}  # where new values will lie
-        if result is not None and not _may_lie(result, base):
-            new, old = value(result).stride(), value(base).stride()
-            raise Refused(f"the new value has other strides than the buffer: {new} and {old}")
+        places: dict[fx.Node, torch.Tensor] = {}  # where new values will lie
+        for base, result in written:
+            if result is None:
+                continue
+            if not _may_lie(result, base):
+                new, old = value(result).stride(), value(base).stride()
+                raise Refused(f"the new value has other strides than the buffer: {new} and {old}")
+            places[result] = value(base)
+        settled: set[fx.Node] = set()
         is_over = is_final = False
         for node in _behind(candidate.node):
             if is_over:
@@ -161,14 +167,24 @@ class _InPlace:
                 if memory in storages(node.args[1]):
                     raise Refused("an old value is copied back into the buffer")
                 is_over, is_final = True, self._is_done(node, places)
+            elif node.target in PUTS and self._is_done(node, places) and _may_lie(node, node.args[0]):
+                places[node] = places.get(node.args[0], value(node.args[0]))  # type: ignore[arg-type]  # a node
+                settled.add(node)
             elif memory in _memory_of(node.all_input_nodes):
-                if self._is_done(node, places) and _may_lie(node, node.args[0]):
-                    places[node] = value(node.args[0])
-                elif memory not in storages(node) or not is_pure(node):  # what reads a view is judged itself
+                if memory not in storages(node) or not is_pure(node):  # what reads a view is judged itself
                     raise Refused(f"the old value is read later, by {_name(node)}")
-        if epilogue is not None and not (candidate.copies or is_final or len(places) > 1):
+            elif node.args and node.args[0] in places and isinstance(values.tensor(node), torch.Tensor):
+                self._place_view(node, places)
+        if epilogue is not None and not (candidate.copies or is_final or settled):
             raise Refused("the buffer gets another value in the end")
-        return {node for node in places if node is not result}
+        return settled
+
+    def _place_view(self, node: fx.Node, places: dict[fx.Node, torch.Tensor]) -> None:
+        """Notes where a view of a new value will lie."""
+        of = node.args[0]
+        assert isinstance(of, fx.Node)
+        if storages(node) == storages(of) and is_pure(node):
+            places[node] = self.rewriter.fake(node.target, (places[of], *node.args[1:]), node.kwargs)  # type: ignore[arg-type]
 
     def _read_by(self, node: fx.Node) -> list[fx.Node]:
         """The inputs of a node; of the output, those that aren't made anew, as views of inputs, by AOTAutograd."""
@@ -190,7 +206,8 @@ class _InPlace:
         base, part = node.args[:2]
         if not isinstance(base, fx.Node) or not isinstance(part, fx.Node):
             return False
-        target = view_of(node, value(base), self.rewriter) if node.target in PUTS else value(base)
+        whole = places.get(base, value(base))
+        target = view_of(node, whole, self.rewriter) if node.target in PUTS else whole
         return same_place(target, places.get(part, value(part)))
 
 
@@ -210,12 +227,6 @@ def value(node: object) -> torch.Tensor:
     return tensor
 
 
-def storages(node: object) -> frozenset[int]:
-    """What identifies the memory of a node's value, of all tensors in it."""
-    found = pytree.tree_leaves(node.meta.get("val")) if isinstance(node, fx.Node) else ()
-    return frozenset(v.untyped_storage()._cdata for v in found if isinstance(v, torch.Tensor))
-
-
 def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are the same elements of one storage, in the same order."""
     return (
@@ -225,6 +236,16 @@ def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
         and known_equal(a.storage_offset(), b.storage_offset())
         and same_layout(a, b)
     )
+
+
+def _lie_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are known to share no element."""
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return True
+    if not is_contiguous(a) or not is_contiguous(b) or a.dtype != b.dtype:
+        return False
+    starts = a.storage_offset(), b.storage_offset()
+    return known_true(starts[0] + a.numel() <= starts[1]) or known_true(starts[1] + b.numel() <= starts[0])
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

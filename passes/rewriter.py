@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -382,9 +383,20 @@ class Edit:
             own = set(self._created)
             old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)  # noqa: B023  # used at once
             self.rewriter._replaced[old] = new
+            self._follow_views(old, new)
         for node in sorted({*self._claimed, *olds}, reverse=True):
             if not node._erased and not node.users and is_pure(node):
                 self.rewriter.graph.erase_node(node)
+
+    def _follow_views(self, old: fx.Node, new: fx.Node) -> None:
+        """Views of what is replaced are now views of what replaces it."""
+        lay = storages(old) - storages(new)
+        pending = list(new.users)
+        while pending:
+            node = pending.pop()
+            if lay & storages(node) and is_pure(node):
+                node.meta["val"] = self.rewriter.fake(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+                pending.extend(node.users)
 
     def _make_room(self, old: fx.Node, new: fx.Node) -> None:
         """Moves the users of `old` that stand before `new`, and all that depends on them, behind it."""
@@ -425,6 +437,12 @@ class Edit:
 
 def _value(argument: Any) -> Any:
     return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def storages(node: object) -> frozenset[int]:
+    """What identifies the memory of a node's value, of all tensors in it."""
+    found = pytree.tree_leaves(node.meta.get("val")) if isinstance(node, fx.Node) else ()
+    return frozenset(v.untyped_storage()._cdata for v in found if isinstance(v, torch.Tensor))
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from . import (
     glu,
     group_norm_silu,
     grouped_moe_gating,
+    kv_cache_write,
     moe_gating,
     norm_cast,
     norm_quant,
@@ -69,6 +70,7 @@ RULES: tuple[Rule, ...] = (
     Rule(grouped_moe_gating.KIND, grouped_moe_gating.match),
     Rule(attention.KIND, attention.match),
     Rule(causal_conv1d.KIND, causal_conv1d.match),
+    Rule(kv_cache_write.KIND, kv_cache_write.match),
 )
 KINDS: tuple[str, ...] = tuple(rule.kind for rule in RULES)
 

@@ -11,6 +11,7 @@ from ...patterns import fast_gelu as fast_gelu_pattern
 from ...patterns import glu as glu_pattern
 from ...patterns import group_norm_silu as group_norm_silu_pattern
 from ...patterns import grouped_moe_gating as grouped_moe_gating_pattern
+from ...patterns import kv_cache_write as kv_cache_write_pattern
 from ...patterns import moe_gating as moe_gating_pattern
 from ...patterns import norm_cast as norm_cast_pattern
 from ...patterns import norm_quant as norm_quant_pattern
@@ -28,6 +29,7 @@ from . import (
     fast_gelu,
     glu,
     group_norm_silu,
+    kv_cache_write,
     moe_gating,
     norm_cast,
     norm_quant,
@@ -43,6 +45,7 @@ Lowering = Callable[[Match, Edit], OpContract]
 # Larger kinds first: what they take is not lowered again.
 LOWERINGS: Mapping[str, Lowering] = {
     attention_pattern.KIND: attention.lower,
+    kv_cache_write_pattern.KIND: kv_cache_write.lower,
     qkv_pattern.KIND: qkv.lower,
     qk_rope_pattern.KIND: qk_rope.lower,
     norm_quant_pattern.KIND: norm_quant.lower,
