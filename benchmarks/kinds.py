@@ -51,6 +51,8 @@ KINDS: dict[str, Kind] = {
     "glu:sigmoid": Kind("glu", {"activation": "sigmoid"}),
     "qkv:separate": Kind("qkv", {"style": "separate"}),
     "qkv:fused": Kind("qkv", {"style": "fused"}),
+    "causal_conv1d:prefill": Kind("causal_conv1d", {"mode": "prefill"}),
+    "causal_conv1d:update": Kind("causal_conv1d", {"mode": "update"}),
 }
 
 # The kinds that the headline speaks of.

@@ -16,12 +16,12 @@ def perfect(model: str, phase: str = "prefill", **content: object) -> dict[str, 
 
 def test_counts_peers_and_differences_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
-        perfect("mamba", lowered={"rms_norm": 2}, peers={"torchair": {"rope": 5}}, difference=2.5e-7),
-        perfect("mamba", "decode", lowered={"rms_norm": 2}, peers={"torchair": {"rope": 5}}),
+        perfect("chameleon", lowered={"rms_norm": 2}, peers={"torchair": {"rope": 5}}, difference=2.5e-7),
+        perfect("chameleon", "decode", lowered={"rms_norm": 2}, peers={"torchair": {"rope": 5}}),
     ]
     assert print_tables({"cpu": rows, "npu": []}) == 0
     printed = capsys.readouterr().out
-    assert "3/3→2" in printed
+    assert "5/5→2" in printed
     assert "2/2→0" in printed
     assert "cpu: prefill decode" in printed
     assert "5 rope" in printed

@@ -1,4 +1,4 @@
-"""Causal convolutions: every spelling is found, with what is read and kept, and repeated bit for bit; others are not."""
+"""Causal convolutions: each spelling is found, with what is read and kept, and repeated bit for bit; others are not."""
 
 from __future__ import annotations
 
