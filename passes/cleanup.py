@@ -9,9 +9,14 @@ from .effects import is_pure
 
 def cleanup(module: fx.GraphModule) -> None:
     """Erases unused pure nodes, drops attributes that nothing reads, lints and recompiles."""
-    for node in reversed(module.graph.nodes):
-        if not node.users and is_pure(node):
-            module.graph.erase_node(node)
+    erase_dead(module.graph)
     module.graph.lint()
     module.delete_all_unused_submodules()
     module.recompile()
+
+
+def erase_dead(graph: fx.Graph) -> None:
+    """Erases unused pure nodes."""
+    for node in reversed(graph.nodes):
+        if not node.users and is_pure(node):
+            graph.erase_node(node)

@@ -23,6 +23,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from ..patterns import values
 from ..runtime.options import IN_PLACE
 from ..runtime.sizes import is_contiguous, known_equal, known_same_shape, known_true
+from .cleanup import erase_dead
 from .effects import is_pure
 from .report import Site
 from .rewriter import Refused, Rewriter, same_layout, storages
@@ -39,6 +40,7 @@ def put_back(rewriter: Rewriter) -> list[Site]:
     Returns:
         A site for each write into an input of the graph that costs a copy of it, or did.
     """
+    erase_dead(rewriter.graph)  # what fusions have left reads nothing
     return list(_InPlace(rewriter).run())
 
 

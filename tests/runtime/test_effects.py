@@ -99,11 +99,11 @@ def test_mistakes_are_named(define) -> None:
     aliased = define("(Tensor(a!) x) -> Tensor(a!)", lambda x: x)
     with pytest.raises(ValueError, match="no argument 'state'; it has x, n"):
         npu_fuse.register_side_effects(op, mutates=["state"])
-    with pytest.raises(ValueError, match="'n' of .* is int, not a tensor"):
+    with pytest.raises(ValueError, match=r"'n' of .* is int, not a tensor"):
         npu_fuse.register_side_effects(op, mutates=["n"])
     with pytest.raises(ValueError, match="no result 1"):
         npu_fuse.register_side_effects(op, mutates=["x"], returns={1: "x"})
-    with pytest.raises(ValueError, match="result 0 of .* is an argument"):
+    with pytest.raises(ValueError, match=r"result 0 of .* is an argument"):
         npu_fuse.register_side_effects(aliased, mutates=["x"])
     with pytest.raises(ValueError, match="no op 'npu_fuse_test_effects::nothing'"):
         npu_fuse.register_side_effects("npu_fuse_test_effects::nothing")
