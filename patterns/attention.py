@@ -23,7 +23,7 @@ from .cone import walk
 from .linear import is_matmul
 from .mask import CAUSAL_FLAG, NO_MASK, Mask
 from .match import Findings, Match, Miss
-from .movement import COPIES, ROW_MAJOR_VIEWS, source
+from .movement import COPIES, ROW_MAJOR_VIEWS, changes_nothing, source
 from .preserved import original
 from .scores import Addition, Operand, Scores, is_last, operand, scores
 from .spelling import Spelling, spell
@@ -157,9 +157,9 @@ def _exponentials(node: fx.Node) -> fx.Node | None:
 
 
 def _keeps_rows(node: fx.Node) -> bool:
-    """True for views that keep the last two axes, and expansions that change nothing."""
-    if node.target is aten.expand.default:
-        return values.same_shape(values.shape(source(node)), values.shape(node))
+    """True for views that keep the last two axes, and those that change nothing."""
+    if changes_nothing(node):
+        return True
     before = values.shape(source(node)) if node.target in ROW_MAJOR_VIEWS else ()
     return len(before) > 1 and values.same_shape(before[-2:], values.shape(node)[-2:])
 

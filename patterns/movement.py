@@ -68,6 +68,13 @@ def source(node: fx.Node) -> fx.Node:
     return first
 
 
+def changes_nothing(node: fx.Node) -> bool:
+    """True for a slice of all there is, as dynamic sizes leave it in a graph, and an expansion to the same shape."""
+    if node.target not in (aten.slice.Tensor, aten.expand.default):
+        return False
+    return values.same_shape(values.shape(source(node)), values.shape(node))
+
+
 def permutation(node: fx.Node) -> tuple[int, ...] | None:
     """The axes of its input, in the order of its own, of a node that permutes axes; else None."""
     if values.tensor(node) is None or node.target not in (aten.transpose.int, aten.permute.default, aten.t.default):

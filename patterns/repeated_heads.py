@@ -7,7 +7,7 @@ from torch import fx
 
 from ..runtime.sizes import static_int
 from . import values
-from .movement import COPIES, ROW_MAJOR_VIEWS, source
+from .movement import COPIES, ROW_MAJOR_VIEWS, changes_nothing, source
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ def _interleaved(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def _expanded(node: fx.Node, heads: int) -> tuple[fx.Node, int] | None:
-    """view(expand(unsqueeze(x, 2))), with copies between."""
+    """view(expand(unsqueeze(x, 2))), with copies and slices of all there is between."""
     if node.target not in ROW_MAJOR_VIEWS:
         return None
     below = source(node)
@@ -58,6 +58,8 @@ def _expanded(node: fx.Node, heads: int) -> tuple[fx.Node, int] | None:
     if kv_heads is None or times is None or kv_heads * times != heads:
         return None
     inner = source(below)
+    while changes_nothing(inner):
+        inner = source(inner)
     rest = (tokens, head_dim)
     once = values.same_shape(values.shape(inner), (batch, kv_heads, 1, *rest)) and inner.target in ROW_MAJOR_VIEWS
     if not once or not values.same_shape(values.shape(node), (batch, heads, *rest)):

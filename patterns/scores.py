@@ -16,7 +16,7 @@ from .linear import is_matmul
 from .mask import lowest
 from .masks.constant_mask import constant
 from .masks.creation import lifted
-from .movement import COPIES, ROW_MAJOR_VIEWS, permutation, source
+from .movement import COPIES, ROW_MAJOR_VIEWS, changes_nothing, permutation, source
 from .repeated_heads import repeated_heads
 
 aten = torch.ops.aten
@@ -123,10 +123,8 @@ def scores(node: fx.Node) -> Scores | None:
 
 def _changes_no_value(node: fx.Node) -> bool:
     """True for casts, copies, and views that keep the last two axes."""
-    if values.is_float_cast(node) or node.target in COPIES:
+    if values.is_float_cast(node) or node.target in COPIES or changes_nothing(node):
         return True
-    if node.target is aten.expand.default:
-        return values.same_shape(values.shape(source(node)), values.shape(node))
     if node.target in ROW_MAJOR_VIEWS:
         before, after = values.shape(source(node)), values.shape(node)
         return min(len(before), len(after)) >= 2 and values.same_shape(before[-2:], after[-2:])
