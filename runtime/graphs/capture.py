@@ -28,13 +28,13 @@ class Graph(Protocol):
         """Runs the ops again on what their memory holds now, without any Python of the callable."""
 
     def move(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
-        """Tells that the memory an output lies in belongs to another storage object now; its address is the same."""
+        """Says that the memory an output lies in belongs to another storage object now, at the same address."""
 
     def users(self, storage: torch.UntypedStorage) -> int:
         """How many tensors the graph itself has in an output's memory."""
 
     def poison(self, fill: Callable[[torch.Tensor], Any]) -> None:
-        """Fills the memory that replays compute in, as far as it can be reached."""
+        """Fills the memory that replays compute in beside the outputs, as far as it can be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,14 @@ class Captured:
 
 
 class CaptureBackend(Protocol):
-    """A kind of graphs."""
+    """A kind of graphs.
+
+    Attributes:
+        sees_all: whether kernels that run past torch's dispatcher are captured too.
+    """
 
     name: str
+    sees_all: bool
 
     def warm_up(self) -> AbstractContextManager[Any]:
         """Where runs before the capture happen."""

@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from .capture import CaptureBackend, Captured
 from .host import HostBackend
 from .host_lists import check_host_lists
-from .record import Recorder, Trace, storage_key
+from .record import Recorder
 
 
 class DeviceBackend:
@@ -22,6 +21,8 @@ class DeviceBackend:
     A graph that is captured into a pool may use memory of which earlier graphs no longer hold a tensor. Outputs are
     held as long as their graph lives, so only what is inside the graphs is shared; replays follow each other.
     """
+
+    sees_all = True
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
@@ -46,7 +47,7 @@ class DeviceBackend:
         return self._module.CUDAGraph()
 
     def capture(self, run: Callable[[], Any], host_lists: Mapping[str, Sequence[int]]) -> Captured:
-        """See `CaptureBackend.capture`."""
+        """See `CaptureBackend.capture`; nothing runs, so that no state is written."""
         graph = self._new_graph()
         before = self._module.memory_allocated(self._device)
         recorder = Recorder()
@@ -54,10 +55,10 @@ class DeviceBackend:
             result = run()
         check_host_lists(recorder.trace.lists, host_lists)
         grown = self._module.memory_allocated(self._device) - before
-        return Captured(self._graph(graph, result, recorder.trace, grown), result, recorder.trace)
+        return Captured(self._graph(graph, grown), result, recorder.trace)
 
-    def _graph(self, graph: Any, result: Any, trace: Trace, nbytes: int) -> DeviceGraph:
-        return DeviceGraph(graph, _made(result, trace), nbytes)
+    def _graph(self, graph: Any, nbytes: int) -> DeviceGraph:
+        return DeviceGraph(graph, nbytes)
 
     def busy(self) -> bool:
         """See `CaptureBackend.busy`."""
@@ -72,11 +73,10 @@ class DeviceBackend:
 
 
 class DeviceGraph:
-    """A captured graph of the device."""
+    """A captured graph of the device, which knows addresses alone."""
 
-    def __init__(self, graph: Any, made: Sequence[torch.Tensor], nbytes: int) -> None:
+    def __init__(self, graph: Any, nbytes: int) -> None:
         self._graph = graph
-        self._made = list(made)
         self.nbytes = nbytes
 
     def update(self, lists: Mapping[str, Sequence[int]]) -> None:
@@ -87,22 +87,14 @@ class DeviceGraph:
         self._graph.replay()
 
     def move(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
-        """See `Graph.move`; the device knows addresses alone."""
-        self._made = [
-            tensor.new_empty(0).set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
-            if storage_key(tensor) == old._cdata
-            else tensor
-            for tensor in self._made
-        ]
+        """See `Graph.move`; the address is the same."""
 
     def users(self, storage: torch.UntypedStorage) -> int:
         """See `Graph.users`."""
-        return sum(storage_key(tensor) == storage._cdata for tensor in self._made)
+        return 0
 
     def poison(self, fill: Callable[[torch.Tensor], Any]) -> None:
-        """See `Graph.poison`: the outputs alone."""
-        for tensor in self._made:
-            fill(tensor)
+        """See `Graph.poison`; what is inside can't be reached."""
 
 
 class NpuBackend(DeviceBackend):
@@ -123,15 +115,15 @@ class NpuBackend(DeviceBackend):
             capture_error_mode="thread_local",
         )
 
-    def _graph(self, graph: Any, result: Any, trace: Trace, nbytes: int) -> DeviceGraph:
-        return NpuGraph(graph, _made(result, trace), nbytes, self._module)
+    def _graph(self, graph: Any, nbytes: int) -> DeviceGraph:
+        return NpuGraph(graph, nbytes, self._module)
 
 
 class NpuGraph(DeviceGraph):
     """A captured graph of an NPU."""
 
-    def __init__(self, graph: Any, made: Sequence[torch.Tensor], nbytes: int, module: Any) -> None:
-        super().__init__(graph, made, nbytes)
+    def __init__(self, graph: Any, nbytes: int, module: Any) -> None:
+        super().__init__(graph, nbytes)
         self._done = module.Event()
         self._replayed = False
 
@@ -162,11 +154,6 @@ def backend_for(device: torch.device) -> CaptureBackend:
     if device.type == "cuda":
         return DeviceBackend("cuda", device)
     raise ValueError(f"GraphRunner: no graphs for device {device}; known: npu, cuda, cpu (which emulates them)")
-
-
-def _made(result: Any, trace: Trace) -> list[torch.Tensor]:
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    return [output.detach() for output in outputs if storage_key(output) in trace.made]
 
 
 @contextmanager

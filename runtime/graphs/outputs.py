@@ -7,7 +7,7 @@ a new one's. So the caller's tensors stay as they are, and the graph has its add
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -39,11 +39,12 @@ class Outputs:
 
     Args:
         captured: the capture.
+        own: keys of the storages that are the graph's own, where each replay writes them anew.
         inputs: keys of the storages of its static inputs.
         mode: "views": as the module says. "clone": copies. "static": views that the next replay overwrites.
     """
 
-    def __init__(self, captured: Captured, inputs: set[int], mode: OutputMode) -> None:
+    def __init__(self, captured: Captured, own: Collection[int], inputs: Collection[int], mode: OutputMode) -> None:
         self._graph = captured.graph
         self._mode = mode
         leaves, self._structure = tree_flatten(captured.result)
@@ -54,7 +55,7 @@ class Outputs:
             if not isinstance(leaf, torch.Tensor):
                 continue
             key = storage_key(leaf)
-            if key in captured.trace.made:
+            if key in own:
                 memories.setdefault(key, _Memory(leaf.untyped_storage(), [])).leaves.append(i)
             if mode == "clone" or key in inputs:  # an input's memory belongs to all graphs
                 self._copied.add(i)
@@ -106,6 +107,12 @@ class Outputs:
                     leaf = leaf.clone()
             given.append(leaf)
         return tree_unflatten(given, self._structure)
+
+    def poison(self, fill: Callable[[torch.Tensor], Any]) -> None:
+        """Fills the graph's own outputs."""
+        for memory in self._memories:
+            for i in memory.leaves:
+                fill(self.leaves[i])
 
     @property
     def nbytes(self) -> int:

@@ -20,11 +20,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..effects import writes
 from .errors import CaptureError
 from .host_lists import taken_lists
 
 # The arguments that switch chance off, with the value that does: a kernel of attention is no random op without dropout.
 _NO_CHANCE = {"dropout_p": 0.0, "p": 0.0, "dropout": 0.0, "train": False, "training": False}
+
+# Ops of torch that write undeclared; others are known to `effects`.
+_UNDECLARED = dict.fromkeys(
+    ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"), ("running_mean", "running_var")
+)
 
 # Whose frames are not the model's.
 _NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
@@ -181,10 +187,12 @@ def _alias(leaf: Any) -> Any:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The arguments that the op's schema says it writes."""
-    for argument, value in _arguments(func, args, kwargs):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(value)
+    """The arguments that the op writes, by its schema or by registration."""
+    names = _UNDECLARED.get(func._schema.name) or writes(func)
+    if names:
+        for argument, value in _arguments(func, args, kwargs):
+            if argument.name in names:
+                yield from _tensors(value)
 
 
 def _arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:

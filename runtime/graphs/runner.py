@@ -7,6 +7,7 @@ padding are copied in, and the graph is replayed. Everything else happens when a
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from rich.progress import track
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..effects import register_known
 from . import poison
 from .buckets import Buckets
 from .buffers import Buffers
@@ -46,6 +48,7 @@ class _Entry:
     Attributes:
         statics: what the function was called with, by name.
         written: names of inputs that it writes to.
+        kept: tensors that it reads and nobody watches, which have to stay where they are.
         used: when it was last replayed.
         dropped: no longer to be replayed.
     """
@@ -54,6 +57,7 @@ class _Entry:
     outputs: Outputs
     statics: dict[str, Any]
     written: frozenset[str]
+    kept: list[torch.Tensor]
     used: int = 0
     dropped: bool = False
 
@@ -91,7 +95,6 @@ class GraphRunner:
         inputs: what is known of inputs by name; other tensors are copied as they are, at their own sizes.
         outputs: "views" of memory that the next replay writes to; what a caller still holds by then is moved away, by
             one copy. "clone": always copies. "static": views that the next replay overwrites.
-        state: tensors that the callable writes to by ops that don't say so. What other ops write is known.
         backend: how to capture; by default as the device wants, and on the CPU by an emulation of a device.
         device: where inputs are copied to; by default where the first parameter is, or the first tensor passed.
         max_graphs: how many graphs are kept; the one used longest ago goes first.
@@ -115,7 +118,6 @@ class GraphRunner:
         buckets: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
         inputs: Mapping[str, InputSpec] | None = None,
         outputs: OutputMode = "views",
-        state: Sequence[torch.Tensor] = (),
         backend: CaptureBackend | None = None,
         device: torch.device | str | None = None,
         max_graphs: int = 64,
@@ -133,7 +135,6 @@ class GraphRunner:
         self._shapes = Shapes(inputs or {})
         self._buckets = Buckets(buckets, self._shapes.axes)
         self._mode: OutputMode = outputs
-        self._state = list(state)
         self._given_backend, self._given_device = backend, device
         self._max_graphs, self._warm_ups = max_graphs, warm_ups
         self._check_padding, self._poison = check_padding, debug_poison
@@ -193,6 +194,7 @@ class GraphRunner:
         if self._poison:
             entry.outputs.release()
             entry.graph.poison(poison.poison)
+            entry.outputs.poison(poison.poison)
         copies.load(arguments)
         self.stats.moved_outputs += entry.outputs.release()  # after the copies: an output may come back as an input
         entry.graph.update(copies.lists(arguments))
@@ -227,6 +229,7 @@ class GraphRunner:
             device = torch.empty(0, device=self._given_device).device  # with its index
         else:
             device = next((tensor.device for tensor in (*_parameters(self._function), *tensors)), torch.device("cpu"))
+        register_known()
         self._memory = _Memory(self._function, device, self._given_backend or backend_for(device))
         return self._memory
 
@@ -364,25 +367,13 @@ class GraphRunner:
     def _observed(self, memory: _Memory, arguments: Mapping[str, Any]) -> Any:
         """What the function returns; nothing stays of the run."""
         recorder = Recorder(undo=True)
-        with self._traceless():
+        with _capturing():
             try:
                 with memory.backend.warm_up(), recorder:
                     result = self._signature.call(self._function, arguments)
                 return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, result)
             finally:
                 recorder.restore()
-
-    @contextmanager
-    def _traceless(self) -> Iterator[None]:
-        """Runners inside run plainly, and declared state is put back."""
-        saved = [(tensor, tensor.clone()) for tensor in self._state]
-        _thread_state.capturing = True
-        try:
-            yield
-        finally:
-            _thread_state.capturing = False
-            for tensor, content in saved:
-                tensor.copy_(content)
 
     def _statics(self, memory: _Memory, arguments: Mapping[str, Any], bucket: Sizes) -> dict[str, Any]:
         """What the function is captured with: arguments in fixed memory, of the sizes of a bucket."""
@@ -409,14 +400,18 @@ class GraphRunner:
         memory.add_roots(arguments.values())
         for _ in range(self._warm_ups):
             self._observed(memory, statics)
-        with self._traceless():
-            captured = memory.backend.capture(lambda: self._signature.call(self._function, statics), lists)
+        with _capturing():
+            run = functools.partial(self._signature.call, self._function, statics)
+            captured = memory.backend.capture(run, lists)
         _refuse_escapes(memory.roots, captured)
         keys = {name: storage_key(value) for name, value in statics.items() if isinstance(value, torch.Tensor)}
         copied = {name: key for name, key in keys.items() if not self._shapes.of(name).static}
+        own = _own_outputs(memory, captured, set(keys.values()))
         memory.watch.add(set(captured.trace.outside) - set(keys.values()))
         written = frozenset(name for name, key in copied.items() if key in captured.trace.written)
-        return _Entry(captured.graph, Outputs(captured, set(copied.values()), self._mode), statics, written)
+        watched = memory.watch.watched()
+        kept = [tensor for key, tensor in captured.trace.outside.items() if key not in watched]
+        return _Entry(captured.graph, Outputs(captured, own, copied.values(), self._mode), statics, written, kept)
 
     # Ahead of time
 
@@ -526,6 +521,16 @@ class _Memory:
         self.watch.clear()
 
 
+@contextmanager
+def _capturing() -> Iterator[None]:
+    """Runners inside run plainly."""
+    _thread_state.capturing = True
+    try:
+        yield
+    finally:
+        _thread_state.capturing = False
+
+
 def _parameters(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
     module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return iter(module.parameters()) if isinstance(module, nn.Module) else iter(())
@@ -550,3 +555,20 @@ def _refuse_escapes(roots: Sequence[Any], captured: Captured) -> None:
             f"the function keeps a tensor {list(tensor.shape)} that it computed, as {path}; a replay would not set it "
             "again: return it, or copy_ it into a tensor that is there before the first call"
         )
+
+
+def _own_outputs(memory: _Memory, captured: Captured, inputs: set[int]) -> set[int]:
+    """The storages of outputs that are the graph's own: no input's, and no parameter's or cache's.
+
+    Raises:
+        CaptureError: nothing that was seen made one of them, and the backend captures nothing else.
+    """
+    keys = {storage_key(leaf) for leaf in tree_leaves(captured.result) if isinstance(leaf, torch.Tensor)} - inputs
+    unknown = keys - captured.trace.made.keys()
+    unknown -= {storage_key(tensor) for _, tensor in reachable(memory.roots, unknown)} if unknown else set()
+    if unknown and not memory.backend.sees_all:
+        raise CaptureError(
+            "an output lies in memory that no op of the run made, and that can't be reached from the function: kernels "
+            f"ran past torch's dispatcher, and the {memory.backend.name} backend can't see them"
+        )
+    return unknown | (keys & captured.trace.made.keys())

@@ -62,6 +62,10 @@ class Watch:
             _Search(self, self._keys).visit(self._root)
             self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
+    def watched(self) -> set[int]:
+        """The storages that were found."""
+        return set(map(storage_key, self._tensors))
+
     def clear(self) -> None:
         """Watches nothing."""
         self._keys = set()
