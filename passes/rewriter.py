@@ -161,6 +161,11 @@ class Edit:
         self._shared: list[Hashable] = []
         self._replacements: list[tuple[fx.Node, fx.Node]] = []
 
+    @property
+    def created(self) -> frozenset[fx.Node]:
+        """The nodes that are new."""
+        return frozenset(self._created)
+
     def current(self, node: fx.Node) -> fx.Node:
         return self.rewriter.current(node)
 
@@ -239,18 +244,29 @@ class Edit:
             return (*(results if isinstance(results, tuple) else (results,)), *new_values)
 
         functionalised = torch.ops.higher_order.auto_functionalized_v2
-        call = self.call(functionalised, contract.op, shaped_as=shapes, **arguments, **places, _all_bases=bases)
+        call = self.call(
+            functionalised, contract.op, shaped_as=shapes, at_site=True, **arguments, **places, _all_bases=bases
+        )
         count = len(contract.parsed_schema.returns)
         first = max(count, 1)  # what a call gives that gives nothing is None
         results = [self.item(call, place) for place in range(count)]
         return results, {name: self.item(call, first + place) for place, name in enumerate(written)}
 
     def call(
-        self, function: Callable[..., Any], *args: Any, shaped_as: Callable[..., Any] | None = None, **kwargs: Any
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        shaped_as: Callable[..., Any] | None = None,
+        at_site: bool = False,
+        **kwargs: Any,
     ) -> fx.Node:
-        """A call of any function, with the fake value that it, or `shaped_as` in its place, gives."""
+        """A call of any function, with the fake value that it, or `shaped_as` in its place, gives.
+
+        It stands behind its last input or, `at_site`, not before the site: what reads a buffer before the site writes
+        it, does so still.
+        """
         graph = self.rewriter.graph
-        inputs: list[fx.Node] = []
+        inputs = [self._origin] if at_site else []
         fx.map_arg((args, kwargs), inputs.append)
         with graph.inserting_after(self._anchor(inputs)):
             node = graph.call_function(function, args, kwargs)

@@ -86,18 +86,18 @@ def slot_mapping(match: Match, cache: fx.Node, edit: Edit) -> fx.Node:
     assert isinstance(p, KvCacheWrite)
     blocks, block_size = edit.sizes(cache)[:2]
     indices = [edit.current(match.inputs[name]) for name in ("slots", "blocks", "places") if name in match.inputs]
+    slots = indices[0] if len(indices) == 1 else _slots_of(indices[0], indices[1], block_size)
 
     def make() -> fx.Node:
-        slots = indices[0] if len(indices) == 1 else _slots_of(indices[0], indices[1], block_size)
-        if slots is not None and p.wraps:
-            slots = _from_the_start(slots, _product(blocks, block_size, edit), edit)
-        elif slots is None:
+        if slots is None:
             block, place = (_from_the_start(*of, edit) for of in zip(indices, (blocks, block_size), strict=True))
-            slots = edit.call(aten.add.Tensor, place, edit.call(aten.mul.Tensor, block, block_size))
-        slots = edit.contiguous(slots)
-        return slots if len(values.shape(slots)) == 1 else edit.view(slots, [-1])
+            found = edit.call(aten.add.Tensor, place, edit.call(aten.mul.Tensor, block, block_size))
+        else:
+            found = _from_the_start(slots, _product(blocks, block_size, edit), edit) if p.wraps else slots
+        found = edit.contiguous(found)
+        return found if len(values.shape(found)) == 1 else edit.view(found, [-1])
 
-    return edit.share(("slots", *indices, blocks, block_size, p.wraps), make)
+    return edit.share(("slots", *(indices if slots is None else [slots]), blocks, block_size, p.wraps), make)
 
 
 def _slots_of(blocks: fx.Node, places: fx.Node, block_size: int | fx.Node) -> fx.Node | None:
@@ -136,4 +136,4 @@ def replace_caches(nodes: Mapping[str, fx.Node], written: Mapping[str, fx.Node],
     for name, node in nodes.items():
         new = written[name]
         is_viewed = not values.same_shape(values.shape(new), values.shape(node))
-        edit.replace(node, edit.view(new, edit.sizes(node)) if is_viewed else new)
+        edit.replace(node, edit.view(new, edit.known_sizes(node)) if is_viewed else new)

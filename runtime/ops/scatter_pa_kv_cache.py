@@ -115,6 +115,8 @@ def _fit(name: str, tokens: torch.Tensor, cache: torch.Tensor, is_nz: bool) -> I
 @_PART.refuse
 def _refuse(target: Target, call: _Call) -> Iterator[str]:
     yield from _invalid(call)
+    if call.key.dtype == torch.float32:
+        yield "key is float32, which the kernel takes on newer SoCs alone (here float16, bfloat16, int8)"
 
 
 def _value_reasons(call: _Call) -> Iterator[str]:
@@ -156,6 +158,6 @@ NPU_SCATTER_PA_KV_CACHE = OpContract(
     fake=scatter_pa_kv_cache_fake,
     refuse=_refuse,
     socs=frozenset({"ascend910b", "ascend910_93"}),
-    source="torch_npu 2.13.0 (schema), op-plugin 517f2e7d (layouts, dtypes)",
+    source="torch_npu 2.13.0 (schema), op-plugin 517f2e7d (layouts), CANN 8.5's documents (dtypes by SoC)",
     mutates=("key_cache", "value_cache"),
 )

@@ -99,6 +99,12 @@ def test_a_graph_keeps_the_write_and_its_order():
     assert torch.equal(cache[0, 0], key[0])
 
 
+def test_float32_is_for_newer_socs_alone():
+    assert "key is float32, which" in SCATTER.refusal(Target(), **call(dtype=FLOAT))
+    arguments = call(dtype=FLOAT)
+    SCATTER.op(**arguments)  # the reference knows what they do
+
+
 def test_symbolic_tokens_and_blocks_are_not_refused(symbolic):
     key, cache = symbolic(("S", 2, 64), HALF), symbolic(("T", 16, 2, 64), HALF)
     slots = symbolic(("S",), torch.int32)
@@ -132,7 +138,7 @@ def zeros(*shape, dtype=HALF):
         (
             call(dtype=torch.float64),
             "key is float64 (the kernel takes float16, bfloat16, float32, int8)",
-            call(dtype=FLOAT),
+            call(dtype=BRAIN),
         ),
         (call(NZ, dtype=FLOAT), "key is float32 (the kernel takes float16, bfloat16, int8)", call(NZ, dtype=BRAIN)),
         (call(key=(1, 2, 2, 16)), "key has 4 dims", call()),
