@@ -15,7 +15,8 @@ from torch.torch_version import TorchVersion
 
 __all__ = ["SOCS", "Device", "Soc", "Target", "package_version", "probe_packages", "soc_of_device"]
 
-Soc = Literal["ascend910b", "ascend910_93", "ascend950", "ascend310p"]
+# "host" is a machine without an NPU, where the ops are torch's own.
+Soc = Literal["ascend910b", "ascend910_93", "ascend950", "ascend310p", "host"]
 Device = Literal["npu", "cpu"]
 
 SOCS: tuple[Soc, ...] = get_args(Soc)

@@ -22,6 +22,7 @@ from ..rewriter import Edit, Refused
 from .attention_mask import masking
 from .attention_ops import ATTENTION_OPS, AttentionOp
 from .candidates import first_legal
+from .host_attention import lower_on_host
 from .precision import refuse_other_precision
 
 aten = torch.ops.aten
@@ -41,6 +42,8 @@ def lower(match: Match, edit: Edit) -> OpContract:
     if p.traits:
         raise Refused(f"it has {' and '.join(p.traits)}, which the fused ops don't take")
     refuse_other_precision(values.dtype(match.node), *p.steps)
+    if edit.rewriter.target.soc == "host":
+        return lower_on_host(match, edit)
     return first_legal({name: partial(_lower, match, edit, op) for name, op in ATTENTION_OPS.items()}, edit)
 
 
