@@ -31,6 +31,8 @@ from .writes import PUTS, Write, view_of, write
 
 aten = torch.ops.aten
 
+# Why a function of a buffer is no write into it: nothing to report.
+_NOT_ITS_OWN = "the buffer keeps its old value"
 _VIEWS_OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
 
 
@@ -89,7 +91,7 @@ class _InPlace:
             left = _memory_of(candidate.results)
             candidate.apply(self.rewriter)
             self._move((*candidate.bases, candidate.node), left)
-        if candidate.copies and is_input:
+        if candidate.copies and is_input and site.reason != _NOT_ITS_OWN:
             yield site
 
     def _move(self, nodes: Iterable[fx.Node], left: frozenset[int]) -> None:
@@ -167,7 +169,7 @@ class _InPlace:
                     raise Refused("the new value is given back as a tensor of its own")
             elif node is epilogue:
                 if memory in storages(node.args[1]):
-                    raise Refused("an old value is copied back into the buffer")
+                    raise Refused(_NOT_ITS_OWN)
                 is_over, is_final = True, self._is_done(node, places)
             elif node.target in PUTS and self._is_done(node, places) and _may_lie(node, node.args[0]):
                 places[node] = places.get(node.args[0], value(node.args[0]))  # type: ignore[arg-type]  # a node

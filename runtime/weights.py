@@ -56,11 +56,14 @@ def transposed(weight: torch.Tensor) -> torch.Tensor:
     Returns:
         A contiguous tensor [width, channels].
     """
-    taps_first = weight.reshape(weight.shape[0], -1).t() if _have_no_values([weight]) else _matrix(weight).t()
+    taps_first = (weight if weight.dim() == 2 else weight.select(1, 0)).detach().t()
     if taps_first.is_contiguous():
-        return taps_first.detach()
+        return taps_first
+    if _have_no_values([weight]):
+        return taps_first.contiguous()
     with torch.inference_mode(False):
-        packed = taps_first.detach().contiguous()
+        packed = taps_first.contiguous()
+    del taps_first  # it uses the storage that the weight is to leave
     view = packed.t() if weight.dim() == 2 else packed.t().unsqueeze(1)
     _move([weight], [view], "Options(pack_weights=False) leaves such a convolution as it is.")
     return packed
@@ -105,10 +108,6 @@ def _move(weights: Sequence[torch.Tensor], views: Sequence[torch.Tensor], advice
 def _have_no_values(weights: Sequence[torch.Tensor]) -> bool:
     """True for shapes without storage: a program that is run to see what it would do."""
     return any(isinstance(weight, FakeTensor) or weight.is_meta for weight in weights)
-
-
-def _matrix(weight: torch.Tensor) -> torch.Tensor:
-    return weight if weight.dim() == 2 else weight.select(1, 0)
 
 
 def _adjacent(weights: Sequence[torch.Tensor]) -> bool:
