@@ -1,6 +1,6 @@
 """The flow of a graph, on one screen.
 
-Dynamo graph → prepare → AOTAutograd → recognise → fuse → put back in place → restore → cleanup → runs
+Dynamo graph → prepare → AOTAutograd → recognise → free encoders → fuse → put back in place → restore → cleanup → runs
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import torch
 from torch import fx
 
 from ..patterns import recognise
+from ..runtime.declarations import Declarations
 from ..runtime.ops import CONTRACTS
-from ..runtime.options import IN_PLACE, Options
+from ..runtime.ops.host_attention import HOST_ATTENTION
+from ..runtime.options import ENCODER_ONLY, IN_PLACE, Options
 from ..runtime.target import Target
 from .cleanup import cleanup
+from .encoder_only import free
 from .fuse import fuse
 from .in_place import put_back
 from .launches import count_launches
@@ -41,7 +44,11 @@ def prepare(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def optimise(
-    module: fx.GraphModule, parameters: Mapping[fx.Node, torch.Tensor], options: Options, target: Target
+    module: fx.GraphModule,
+    parameters: Mapping[fx.Node, torch.Tensor],
+    options: Options,
+    target: Target,
+    declarations: Declarations,
 ) -> Report:
     """Rewrites AOTAutograd's inference graph in place.
 
@@ -50,19 +57,27 @@ def optimise(
         parameters: its placeholders that are parameters of the model, with what they hold.
         options: what the user set.
         target: the machine that contracts are judged for.
+        declarations: which layers are bidirectional.
     """
     report = Report(launches_before=count_launches(module.graph))
     with _timed(report, "recognise"):
         findings = recognise(module.graph)
+    rewriter = Rewriter(
+        module,
+        target,
+        parameters,
+        pack_weights=options.pack_weights,
+        exact_rounding=options.exact_rounding,
+    )
+    with _timed(report, ENCODER_ONLY):
+        encoders = free(rewriter, findings, declarations, disabled=ENCODER_ONLY in options.disable)
+        if any(encoder.node is not None for encoder in encoders):
+            findings = recognise(module.graph)
+        for encoder in encoders:
+            encoder.tell(findings)
+        report.sites = [encoder.site for encoder in encoders]
     with _timed(report, "fuse"):
-        rewriter = Rewriter(
-            module,
-            target,
-            parameters,
-            pack_weights=options.pack_weights,
-            exact_rounding=options.exact_rounding,
-        )
-        report.sites = fuse(rewriter, findings, options)
+        report.sites += fuse(rewriter, findings, options)
     if IN_PLACE not in options.disable:
         with _timed(report, "in_place"):
             report.sites += put_back(rewriter)
@@ -70,7 +85,8 @@ def optimise(
         leave(module)
         if any(site.status == "lowered" for site in report.sites):
             cleanup(module)
-    ops = {contract.op: name for name, contract in CONTRACTS.items()}
+    on_host = [HOST_ATTENTION] if target.soc == "host" else []
+    ops = {contract.op: contract.name for contract in (*CONTRACTS.values(), *on_host)}
     report.ops = Counter(ops[node.target] for node in module.graph.nodes if node.target in ops)
     report.launches_after = count_launches(module.graph)
     return report

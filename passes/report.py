@@ -30,6 +30,7 @@ class Site:
         source: the model's line, `file:line in function`.
         params: what the spelling fixed: eps, sizes, style.
         roundings: where the op rounds otherwise than the model.
+        change: what is computed that the model's own graph doesn't say, and on whose word.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Site:
     source: str | None = None
     params: dict[str, Any] = field(default_factory=dict)
     roundings: tuple[str, ...] = ()
+    change: str | None = None
 
 
 @dataclass(slots=True, repr=False)
@@ -158,10 +160,10 @@ def _table(sites: Iterable[Site]) -> Table:
     table.add_column("status", no_wrap=True)
     table.add_column("fused op", overflow="fold")
     table.add_column("where", overflow="fold")
-    table.add_column("why not, or what rounds otherwise", overflow="fold", ratio=1)
+    table.add_column("why not, or what is otherwise", overflow="fold", ratio=1)
     rows: dict[tuple[str, Status, str, str], list[str]] = {}
     for site in sites:
-        remark = site.reason or "; ".join(site.roundings)
+        remark = site.reason or site.change or "; ".join(site.roundings)
         rows.setdefault((site.kind, site.status, site.op or "", remark), []).append(site.module or "?")
     for (kind, status, op, remark), modules in rows.items():
         colour = _COLOURS[status]

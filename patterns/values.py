@@ -117,12 +117,20 @@ def source_line(node: fx.Node) -> str | None:
 
 def module_path(node: fx.Node) -> str | None:
     """The path of the innermost module that wrote the node, as in `model.named_modules()`: `layers.0.self_attn`."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return None
-    path: str = list(stack.values())[-1][0]
-    return _INDEX.sub(r".\1", _ROOT.sub("", path).replace("._modules", "")).strip(".") or None
+    stack = module_stack(node)
+    return plain_path(stack[-1][1]) or None if stack else None
 
 
-_ROOT = re.compile(r"""^[LG]\['[^']+'\](\[\d+\])?""")  # how Dynamo names the compiled module
+def module_stack(node: fx.Node) -> list[tuple[str, str, type]]:
+    """Key, name and class of each module that wrote the node, as Dynamo has them, the innermost last."""
+    return [(key, name, kind) for key, (name, kind) in (node.meta.get("nn_module_stack") or {}).items()]
+
+
+def plain_path(name: str) -> str:
+    """A module's path as in `model.named_modules()`, by its name in Dynamo; "" for the compiled module."""
+    return _INDEX.sub(r".\1", _ROOT.sub("", name).replace("._modules", "")).strip(".")
+
+
+# How Dynamo names the compiled module: a variable, or what a wrapper has in its closure.
+_ROOT = re.compile(r"""^[LG]\['[^']+'\](\[\d+\]|\.__closure__\[\d+\]\.cell_contents|\.__self__|\.__wrapped__)*""")
 _INDEX = re.compile(r"""\[['"]?([^'"\]]+)['"]?\]""")

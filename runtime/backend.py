@@ -16,9 +16,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..passes.pipeline import leave, optimise, prepare
 from ..passes.report import Report
+from .declarations import Declarations
 from .effects import register_known
 from .ops.register import register
 from .options import Options
+from .owners import Owners
 from .target import Target
 
 _log = logging.getLogger("npu_fuse")
@@ -73,7 +75,9 @@ class Backend:
         """The graph with its fusions; on an internal failure, as the model had it."""
         work = _copy(module)
         try:
-            report = optimise(work, _by_placeholder(work.graph, parameters), self.options, target)
+            by_placeholder = _by_placeholder(work.graph, parameters)
+            declarations = Declarations(self.options.encoder_only, Owners(work.graph))
+            report = optimise(work, by_placeholder, self.options, target, declarations)
         except Exception as error:
             self._fail(error)
             leave(module)

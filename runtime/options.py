@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from ..patterns import KINDS
+from .declarations import EncoderOnly
 from .target import Target
 
 IN_PLACE = "in_place"
-_KINDS = (*KINDS, IN_PLACE)
+ENCODER_ONLY = "encoder_only"
+_KINDS = (*KINDS, IN_PLACE, ENCODER_ONLY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +22,26 @@ class Options:
 
     Args:
         disable: kinds of fusion that are left alone, such as `{"qkv"}`. Their sites are recognised and reported still.
-            "in_place" leaves writes into buffers as the copies that AOTAutograd makes of them.
+            "in_place" leaves writes into buffers as the copies that AOTAutograd makes of them; "encoder_only" leaves
+            layers causal that declare themselves bidirectional.
         exact_rounding: refuse a fusion where the op rounds elsewhere than the model does, as the report notes it.
         pack_weights: let separate projections of one input (q, k, v; gate, up) share one storage and one matmul.
         strict: raise on an internal failure, instead of running the graph unfused with a warning.
+        encoder_only: layers whose attention is bidirectional, though they are given a causal mask: patterns of their
+            paths as in `model.named_modules()` ("layers.*.self_attn"; `*` stands for anything, dots too), or a function
+            of a module's path and class. All attention within such a module loses the causal part of its mask, which
+            changes what the model computes. Layers whose own `attn_type` is ENCODER_ONLY need not be named.
         target: the machine to compile for; by default the one this process runs on.
 
     Raises:
-        ValueError: `disable` names a kind that doesn't exist.
+        ValueError: `disable` names a kind that doesn't exist, or `encoder_only` is neither paths nor a function.
     """
 
     disable: frozenset[str] = frozenset()
     exact_rounding: bool = False
     pack_weights: bool = True
     strict: bool = False
+    encoder_only: EncoderOnly = ()
     target: Target | None = None
 
     def __post_init__(self) -> None:
@@ -42,6 +50,7 @@ class Options:
         object.__setattr__(self, "disable", frozenset(self.disable))
         for kind in sorted(self.disable - set(_KINDS)):
             raise ValueError(f"Options.disable: unknown kind {kind!r}{_hint(kind, _KINDS)}; known: {', '.join(_KINDS)}")
+        object.__setattr__(self, "encoder_only", _encoder_only(self.encoder_only))
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Options:
@@ -55,6 +64,21 @@ class Options:
             if key not in known:
                 raise ValueError(f"Options: unknown option {key!r}{_hint(key, known)}; known: {', '.join(known)}")
         return cls(**settings)
+
+
+def _encoder_only(given: object) -> EncoderOnly:
+    if callable(given):
+        return given
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ValueError(
+            f"Options.encoder_only: give patterns of module paths, such as ('layers.*.self_attn',), or a function of"
+            f" path and class; not {given!r}"
+        )
+    patterns = tuple(given)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise ValueError(f"Options.encoder_only: {pattern!r} is no pattern of module paths")
+    return patterns
 
 
 def _hint(word: str, known: tuple[str, ...] | list[str]) -> str:

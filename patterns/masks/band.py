@@ -22,7 +22,8 @@ class Band:
 
     def __str__(self) -> str:
         lower = "" if self.lower is None else f"query + {self.lower} <= "
-        return f"{lower}key" + ("" if self.upper is None else f" <= query + {self.upper}")
+        upper = "" if self.upper is None else f" <= query + {self.upper}"
+        return f"{lower}key{upper}".replace("+ -", "- ")
 
 
 EVERYTHING = Band()
