@@ -340,19 +340,35 @@ class GraphRunner:
         exact = {name: self._converted(memory, name, value) for name, value in arguments.items()}
         small = self._observed(memory, exact)
         statics = self._statics(memory, arguments, bucket)
-        Copies(self._shapes, arguments, statics).load(arguments)
-        large = self._observed(memory, statics)
+        large = self._loaded(memory, arguments, statics)
         trims = read_shapes(small, large, sizes, bucket)
         if self._check_padding:
-            copied = {
-                name: value if self._shapes.of(name).pad == "edge" else self._resized(name, value, bucket)
-                for name, value in arguments.items()
-            }
-            Copies(self._shapes, copied, statics).load(copied)
-            compare_runs(small, large, self._observed(memory, statics))
+            others = (self._loaded(memory, rows, statics) for rows in self._other_paddings(arguments, bucket))
+            compare_runs(small, large, others)
         if trims.unique:
             memory.trims[key] = trims
         return trims
+
+    def _other_paddings(self, arguments: Mapping[str, Any], bucket: Sizes) -> Iterator[dict[str, Any]]:
+        """The arguments with real rows as padding, and with multiples of real rows as padding of floats alone."""
+        copied = {
+            name: value if self._shapes.of(name).pad == "edge" else self._resized(name, value, bucket)
+            for name, value in arguments.items()
+        }
+        yield copied
+        floats = {name: value for name, value in copied.items() if _is_float(value)}
+        for factor in (8, -8) if floats else ():
+            scaled = dict(arguments)
+            for name, value in floats.items():
+                real = tuple(map(slice, arguments[name].shape))
+                scaled[name] = value * factor
+                scaled[name][real] = value[real]
+            yield scaled
+
+    def _loaded(self, memory: _Memory, arguments: Mapping[str, Any], statics: Mapping[str, Any]) -> Any:
+        """What the function returns with these arguments in its static inputs."""
+        Copies(self._shapes, arguments, statics).load(arguments)
+        return self._observed(memory, statics)
 
     def _converted(self, memory: _Memory, name: str, value: Any) -> Any:
         """An argument as the function gets it at its own size, of which nothing is written to the caller's."""
@@ -536,6 +552,10 @@ def _parameters(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
     return iter(module.parameters()) if isinstance(module, nn.Module) else iter(())
 
 
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 def _refuse_gradients(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and value.requires_grad:
@@ -550,11 +570,12 @@ def _refuse_escapes(roots: Sequence[Any], captured: Captured) -> None:
         CaptureError: names where the tensor is kept.
     """
     alive = {key for key, storage in captured.trace.made.items() if not storage.expired()}  # type: ignore[no-untyped-call]
-    for path, tensor in reachable(roots, alive):
-        raise CaptureError(
-            f"the function keeps a tensor {list(tensor.shape)} that it computed, as {path}; a replay would not set it "
-            "again: return it, or copy_ it into a tensor that is there before the first call"
-        )
+    for root in roots:
+        for path, tensor in reachable(root, alive):
+            raise CaptureError(
+                f"the function keeps a tensor {list(tensor.shape)} that it computed, as {type(root).__name__}{path}; a "
+                "replay would not set it again: return it, or copy_ it into a tensor that is there before the first call"
+            )
 
 
 def _own_outputs(memory: _Memory, captured: Captured, inputs: set[int]) -> set[int]:

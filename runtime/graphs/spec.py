@@ -52,6 +52,11 @@ class InputSpec:
             raise ValueError("InputSpec.static: memory that isn't copied can't be padded or converted")
         if self.host is not None and len(axes) > 1:
             raise ValueError(f"InputSpec.host: a list has one axis, not {len(axes)}")
+        if self.host is not None and self.pad == "edge":
+            raise ValueError("InputSpec.pad: a list on the host is padded with a number")
+        for name in axes:
+            if name is not None:
+                Axis.of(name)
 
     @property
     def dims(self) -> tuple[Axis | None, ...]:
