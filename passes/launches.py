@@ -11,8 +11,10 @@ from ..runtime.weights import IN_MEMORY
 
 aten = torch.ops.aten
 
-# Views that say nothing of it in their schema, and calls that run on the host.
-_NO_LAUNCH = frozenset({operator.getitem, aten._unsafe_view.default, aten.sym_size.int, *IN_MEMORY})
+# Views that say nothing of it in their schema, memory that is only taken, and calls that run on the host.
+_NO_LAUNCH = frozenset(
+    {operator.getitem, aten._unsafe_view.default, aten.new_empty.default, aten.sym_size.int, *IN_MEMORY}
+)
 
 
 def is_launch(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ..patterns import values
 from ..patterns.movement import Sizes
+from ..patterns.preserved import original
 from ..runtime.effects import declared_writes
 from ..runtime.ops.contract import OpContract
 from ..runtime.sizes import Size, is_contiguous, known_equal, static_int
@@ -160,6 +162,7 @@ class Edit:
         self._created: list[fx.Node] = []
         self._shared: list[Hashable] = []
         self._replacements: list[tuple[fx.Node, fx.Node]] = []
+        self._values: dict[fx.Node, Any] = {}
 
     @property
     def created(self) -> frozenset[fx.Node]:
@@ -203,8 +206,7 @@ class Edit:
         Raises:
             Refused: its contract doesn't allow this call.
         """
-        fakes = {name: _value(argument) for name, argument in arguments.items()}
-        reason = contract.refusal(self.rewriter.target, **fakes)
+        reason = contract.refusal(self.rewriter.target, **fx.map_arg(arguments, _value))
         if reason is not None:
             raise Refused(reason)
         # By position as far as they go, as a trace of the op would have it.
@@ -355,8 +357,13 @@ class Edit:
 
     # Replacing ---------------------------------------------------------------------------------------------------
 
-    def replace(self, old: fx.Node, new: fx.Node) -> None:
+    def replace(self, old: fx.Node, new: fx.Node, *, any_layout: bool = False) -> None:
         """Lets `new` stand for `old`, in the layout that `old` had.
+
+        Args:
+            old: what is replaced.
+            new: what replaces it.
+            any_layout: whether `new` may keep its own layout where nothing outside of the graph would see it.
 
         Raises:
             Refused: `new` has another shape or dtype, or a layout that can't be restored.
@@ -369,8 +376,39 @@ class Edit:
         if not values.same_shape(before.shape, after.shape):
             raise Refused(f"the result has shape {tuple(after.shape)}, the model's has {tuple(before.shape)}")
         if not same_layout(before, after):
-            new = self._restore_layout(new, before)
+            relaid = self._relaid(old, after) if any_layout else None
+            if relaid is None:
+                new = self._restore_layout(new, before)
+            else:
+                self._values.update(relaid)
         self._replacements.append((old, new))
+
+    def _relaid(self, old: fx.Node, value: torch.Tensor) -> dict[fx.Node, Any] | None:
+        """What all that reads `old` gives where it is laid out as `value`; None where that is not to be told.
+
+        Ops of torch take any layout, and what they give is followed until it is laid out as before. A result of the
+        graph has to be, and a view has to be possible.
+        """
+        changed: dict[fx.Node, Any] = {old: value}
+        pending = set(old.users) - self.created
+        while pending:
+            node = min(pending)
+            pending.remove(node)
+            told = original(node.target) is not node.target
+            if node.op != "call_function" or not (told or _NAMESPACES.match(str(node.target))):
+                return None
+            try:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: changed.get(n, n.meta["val"]))
+                found = self.rewriter.fake(node.target, args, kwargs)  # type: ignore[arg-type]
+            except (RuntimeError, ValueError):
+                return None
+            if not _laid_alike(found, node.meta["val"]):
+                changed[node] = found
+                pending |= set(node.users) - self.created
+            if len(changed) > _MOST_RELAID:
+                return None
+        del changed[old]
+        return changed
 
     def _restore_layout(self, new: fx.Node, wanted: torch.Tensor) -> fx.Node:
         """A copy of `new` with the strides of `wanted`."""
@@ -400,6 +438,8 @@ class Edit:
             old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)  # noqa: B023  # used at once
             self.rewriter._replaced[old] = new
             self._follow_views(old, new)
+        for node, value in self._values.items():
+            node.meta["val"] = value
         for node in sorted({*self._claimed, *olds}, reverse=True):
             if not node._erased and not node.users and is_pure(node):
                 self.rewriter.graph.erase_node(node)
@@ -459,6 +499,17 @@ def storages(node: object) -> frozenset[int]:
     """What identifies the memory of a node's value, of all tensors in it."""
     found = pytree.tree_leaves(node.meta.get("val")) if isinstance(node, fx.Node) else ()
     return frozenset(v.untyped_storage()._cdata for v in found if isinstance(v, torch.Tensor))
+
+
+# Ops of torch, and Python's of their results.
+_NAMESPACES = re.compile(r"(aten|prims)\.|<built-in function getitem>")
+_MOST_RELAID = 64
+
+
+def _laid_alike(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_laid_alike, a, b))
+    return not isinstance(a, torch.Tensor) or same_layout(a, b)
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ...patterns import add_rms_norm as add_rms_norm_pattern
 from ...patterns import attention as attention_pattern
+from ...patterns import causal_conv1d as causal_conv1d_pattern
 from ...patterns import clipped_swiglu as clipped_swiglu_pattern
 from ...patterns import fast_gelu as fast_gelu_pattern
 from ...patterns import glu as glu_pattern
@@ -25,6 +26,7 @@ from ...runtime.ops.contract import OpContract
 from ..rewriter import Edit
 from . import (
     attention,
+    causal_conv1d,
     clipped_swiglu,
     fast_gelu,
     glu,
@@ -58,6 +60,7 @@ LOWERINGS: Mapping[str, Lowering] = {
     transpose_batchmatmul_pattern.KIND: transpose_batchmatmul.lower,
     grouped_moe_gating_pattern.KIND: moe_gating.lower_grouped,
     moe_gating_pattern.KIND: moe_gating.lower,
+    causal_conv1d_pattern.KIND: causal_conv1d.lower,
     rms_norm_pattern.KIND: rms_norm.lower,
     rope_pattern.KIND: rope.lower,
 }

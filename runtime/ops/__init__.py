@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from .causal_conv1d import CAUSAL_CONV1D, NPU_CAUSAL_CONV1D
+from .causal_conv1d_columns import CAUSAL_CONV1D_COLUMNS
 from .chunk_gated_delta_rule import NPU_CHUNK_GATED_DELTA_RULE
 from .clipped_swiglu import NPU_CLIPPED_SWIGLU
 from .contract import OpContract
@@ -13,6 +14,7 @@ from .fusion_attention import NPU_FUSION_ATTENTION_V3
 from .gelu import NPU_FAST_GELU, NPU_GEGLU
 from .group_norm_silu import NPU_GROUP_NORM_SILU
 from .interleave_rope import NPU_INTERLEAVE_ROPE
+from .kv_rmsnorm_rope_cache import NPU_KV_RMSNORM_ROPE_CACHE, NPU_KV_RMSNORM_ROPE_CACHE_V2
 from .moe_gating import NPU_MOE_GATING_TOP_K, NPU_MOE_GATING_TOP_K_SOFTMAX
 from .mrope import NPU_MROPE
 from .norm_quant import (
@@ -69,8 +71,11 @@ _ALL = (
     NPU_PROMPT_FLASH_ATTENTION,
     NPU_FUSION_ATTENTION_V3,
     NPU_SCATTER_PA_KV_CACHE,
+    NPU_KV_RMSNORM_ROPE_CACHE,
+    NPU_KV_RMSNORM_ROPE_CACHE_V2,
     CAUSAL_CONV1D,
     NPU_CAUSAL_CONV1D,
+    CAUSAL_CONV1D_COLUMNS,
     NPU_RECURRENT_GATED_DELTA_RULE,
     NPU_CHUNK_GATED_DELTA_RULE,
 )
