@@ -1,13 +1,20 @@
-"""Calls ops that write undeclared by ops that say so, before AOTAutograd has to know what is written."""
+"""Tells AOTAutograd what it can't see: what ops write undeclared, and which results are arguments themselves."""
 
 from __future__ import annotations
 
 import operator
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..runtime.effects import Effect, effect_of
+
+# Dropout by the names of its arguments.
+_DROPOUTS: dict[Any, tuple[str, ...]] = {
+    torch.nn.functional.dropout: ("input", "p", "training"),
+    torch.dropout: ("input", "p", "train"),
+}
 
 
 def tell_writes(graph: fx.Graph) -> None:
@@ -16,9 +23,24 @@ def tell_writes(graph: fx.Graph) -> None:
     A result that is an argument itself becomes that argument. `in_place` puts the ops themselves back.
     """
     for node in list(graph.nodes):
+        if node.target in _DROPOUTS and _drops_nothing(node):
+            node.replace_all_uses_with(_given(node, "input"))
+            graph.erase_node(node)
+            continue
         effect = effect_of(node.target) if node.op == "call_function" else None
         if effect is not None and effect.truthful is not None:
             _tell(node, effect)
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """Whether dropout gives its input itself; AOTAutograd takes it for a new tensor (pytorch/pytorch#195422)."""
+    p, training = _given(node, "p", 0.5), _given(node, _DROPOUTS[node.target][2], True)
+    return training is False or (isinstance(p, (int, float)) and p == 0)
+
+
+def _given(node: fx.Node, name: str, default: Any = None) -> Any:
+    place = _DROPOUTS[node.target].index(name)
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
 def _tell(node: fx.Node, effect: Effect) -> None:

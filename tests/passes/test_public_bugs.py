@@ -5,13 +5,14 @@ Most are the prologue of attention with one detail changed. All sizes are small,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # its usual name
 
+import npu_fuse
 from helpers import Compiled, compiled
 
 Tensor = torch.Tensor
@@ -412,3 +413,266 @@ def test_a_state_of_another_type_is_as_in_eager(state_dtype: torch.dtype, dtype:
     found = compiled(model, state, x)
     torch.testing.assert_close(found.output, wanted)
     assert torch.equal(state, eager_state)
+
+
+# Writes, effects and inputs that share memory ------------------------------------------------------------------------
+
+
+def check_calls(model: Callable[..., object], calls: Callable[[], list[tuple[Tensor, ...]]]) -> None:
+    """Makes the calls in turn, compiled and eagerly, and compares outputs and all that was given, after each."""
+    torch._dynamo.reset()
+    through = torch.compile(model, backend="npu_fuse", options={"strict": True})
+    with torch.no_grad():
+        for own, expected in zip(calls(), calls(), strict=True):
+            outputs, wanted = through(*own), model(*expected)
+            outputs, wanted = (value if isinstance(value, tuple) else (value,) for value in (outputs, wanted))
+            for value, want in zip((*outputs, *own), (*wanted, *expected), strict=True):
+                torch.testing.assert_close(value, want, equal_nan=True)
+
+
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    with torch.library._scoped_library("npu_fuse_bugs", "FRAGMENT") as library:
+        yield library
+
+
+def define(library: torch.library.Library, schema: str, run: Callable[..., object], fake: Callable[..., object]):
+    name = schema.partition("(")[0]
+    library.define(schema)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"npu_fuse_bugs::{name}", fake, lib=library)
+    return getattr(torch.ops.npu_fuse_bugs, name)
+
+
+def test_a_write_through_a_view_that_no_one_uses_is_done() -> None:
+    """pytorch/pytorch#104463: dead-code elimination took the write into a slice for dead"""
+    projection = nn.Linear(8, 24)
+
+    def model(x: Tensor, count: Tensor) -> tuple[Tensor, ...]:
+        qkv = projection(x)
+        qkv[:, :8].mul_(0.25)
+        count.add_(1)
+        q, k, v = qkv.split(8, -1)
+        return q * torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + 0.1), k, v
+
+    def calls() -> list[tuple[Tensor, ...]]:
+        count = torch.zeros(())
+        return [(torch.arange(24.0).view(3, 8), count), (torch.ones(3, 8), count)]
+
+    check_calls(model, calls)
+
+
+def test_two_views_of_one_base_that_an_op_writes(library: torch.library.Library) -> None:
+    """pytorch/pytorch#153389: each view was functionalised on its own, and the second write undid the first"""
+
+    def add(a: Tensor, b: Tensor) -> None:
+        a.add_(1)
+        b.add_(2)
+
+    op = define(library, "add(Tensor(a!) a, Tensor(b!) b) -> ()", add, lambda a, b: None)
+    total = define(library, "total(Tensor a, Tensor b) -> Tensor", lambda a, b: a * b, lambda a, b: a * 1)
+
+    def model(x: Tensor) -> Tensor:
+        first, second = x[0], x[1]
+        op(first, second)
+        return total(first, second) + x.sum()
+
+    check_calls(model, lambda: [(torch.arange(8.0).view(2, 4),)])
+
+
+@pytest.mark.parametrize("part", [lambda x: x, lambda x: x[0]])
+def test_one_buffer_as_two_arguments_that_an_op_writes(library: torch.library.Library, part) -> None:
+    """pytorch/pytorch#132238: both arguments were written in place, though each had to start from the old value"""
+
+    def step(a: Tensor, b: Tensor) -> Tensor:
+        a.mul_(2)
+        b.add_(1)
+        return a.sum() + b.sum()
+
+    op = define(library, "step(Tensor(a!) a, Tensor(b!) b) -> Tensor", step, lambda a, b: a.new_empty(()))
+    check_calls(lambda x: op(x, part(x)) + x, lambda: [(torch.arange(8.0).view(2, 4),)])
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_an_op_runs_as_often_as_it_is_called(library: torch.library.Library, declared: bool) -> None:
+    """pytorch/pytorch#169141: two places that eliminate dead code disagreed on what has effects"""
+    runs = []
+
+    def store(x: Tensor, cache: Tensor) -> Tensor:
+        runs.append(None)
+        cache.add_(x)
+        return x + 1
+
+    name = f"store{declared}"
+    schema = f"{name}(Tensor x, Tensor{'(a!)' if declared else ''} cache) -> Tensor"
+    op = define(library, schema, store, lambda x, cache: x * 1)
+    npu_fuse.register_side_effects(op, mutates=["cache"])
+
+    def model(x: Tensor, cache: Tensor) -> Tensor:
+        op(x, cache)
+        op(x, cache)
+        return x * 2
+
+    check_calls(model, lambda: [(torch.ones(3), torch.zeros(3))])
+    assert len(runs) == 4  # twice compiled, twice eagerly
+
+
+def test_what_an_op_gives_back_is_its_input() -> None:
+    """pytorch/pytorch#195422: dropout that drops nothing was taken for a new tensor"""
+
+    def model(x: Tensor) -> Tensor:
+        y = F.dropout(x, 0.5, training=False)
+        y += y
+        return x.sin()
+
+    check_calls(model, lambda: [(torch.arange(4.0),)])
+
+
+def test_inputs_that_are_views_of_one_base() -> None:
+    """pytorch/pytorch#198095: the output was made from the wrong one of two inputs that share memory"""
+
+    def model(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        b.mul_(2)
+        return a.view(-1)[3:], b.sin()
+
+    def calls() -> list[tuple[Tensor, ...]]:
+        base = torch.arange(24.0).view(4, 6)
+        return [(base, base[1:])]
+
+    check_calls(model, calls)
+
+
+def test_the_callers_module_is_as_it_was() -> None:
+    """pytorch/pytorch#138980: a compiler changed the graph that it was given"""
+    module = torch.fx.symbolic_trace(Prologue())
+    before = str(module.graph)
+    arguments = inputs()
+    wanted = module(*arguments)
+    for _ in range(2):
+        found = compiled(module, *arguments)
+        assert found.report.ops == {PROLOGUE: 1}
+    assert str(module.graph) == before
+    assert all(map(torch.equal, module(*arguments), wanted))
+
+
+# States of convolutions ----------------------------------------------------------------------------------------------
+
+CHANNELS, WIDTH = 16, 4
+
+
+def conv_weights() -> tuple[Tensor, Tensor]:
+    return torch.randn(CHANNELS, WIDTH), torch.randn(CHANNELS)
+
+
+def test_pads_change_no_state() -> None:
+    """sgl-project/sglang#16714: slot -1 was read as the last one, or clamped to the first, which a request uses"""
+    weight, bias = conv_weights()
+
+    def model(x: Tensor, pool: Tensor, slots: Tensor) -> Tensor:
+        live = slots >= 0
+        safe = slots.clamp(min=0)
+        window = torch.cat((pool[safe], x.unsqueeze(-1)), -1)
+        rows = (slots[:, None] == torch.arange(pool.shape[0])) & live[:, None]
+        new = torch.einsum("bn,bcw->ncw", rows.to(x.dtype), window[..., 1:])
+        pool.copy_(torch.where(rows.any(0)[:, None, None], new, pool))
+        return F.silu((window * weight).sum(-1) + bias) * live[:, None]
+
+    def calls() -> list[tuple[Tensor, ...]]:
+        generator = torch.Generator().manual_seed(0)
+        pool = torch.randn(3, CHANNELS, WIDTH - 1, generator=generator)
+        steps = torch.tensor([[2, -1, 0, -1], [-1, 1, -1, 2]])
+        return [(torch.randn(4, CHANNELS, generator=generator), pool, slots) for slots in steps]
+
+    check_calls(model, calls)
+    x, pool, slots = calls()[0]
+    before = pool.clone()
+    output = compiled(model, x, pool, slots).output
+    assert torch.equal(pool[1], before[1])
+    assert torch.equal(pool[0], torch.cat((before[0, :, 1:], x[2, :, None]), -1))
+    assert not output[[1, 3]].any()
+
+
+@pytest.mark.parametrize("tokens", [2, 1, 5, 3])
+def test_a_prompt_that_is_shorter_than_the_window_keeps_the_end_of_the_state(tokens: int) -> None:
+    """vllm-project/vllm-ascend#8561, vllm-project/vllm#56196: the state got a slice of the wrong length"""
+    weight, bias = conv_weights()
+    x, state = torch.randn(2, CHANNELS, tokens), torch.randn(2, CHANNELS, WIDTH - 1)
+    wanted = torch.cat((state, x), -1)[..., -(WIDTH - 1) :]
+    check_calls(
+        lambda state, x: conv_step(state, x, weight, bias, None), lambda: [(state.clone(), x), (state.clone(), x)]
+    )
+    compiled(lambda state, x: conv_step(state, x, weight, bias, None), state, x)
+    assert torch.equal(state, wanted)
+
+
+def test_a_new_request_does_not_see_who_had_its_slot() -> None:
+    """vllm-project/tpu-inference#2431, vllm-project/vllm#51483: the flag of a first chunk was not honoured"""
+    weight, bias = conv_weights()
+
+    def model(state: Tensor, x: Tensor, has_initial: Tensor) -> Tensor:
+        old = torch.where(has_initial[:, None, None], state, torch.zeros_like(state))
+        window = torch.cat((old, x), -1)
+        state.copy_(window[..., -(WIDTH - 1) :])
+        return F.conv1d(window, weight.unsqueeze(1), bias, groups=CHANNELS)
+
+    def calls() -> list[tuple[Tensor, ...]]:
+        generator = torch.Generator().manual_seed(0)
+        state = torch.randn(2, CHANNELS, WIDTH - 1, generator=generator)
+        flags = torch.tensor([[True, False], [True, True], [False, True]])
+        return [(state, torch.randn(2, CHANNELS, 2, generator=generator), flag) for flag in flags]
+
+    check_calls(model, calls)
+
+
+@pytest.mark.parametrize("accepted", [1, 2, 4])
+def test_a_state_is_rolled_back_to_what_was_accepted(accepted: int) -> None:
+    """vllm-project/tpu-inference#3178, vllm-ascend#11408: the state kept the draft tokens that were refused"""
+    weight, bias = conv_weights()
+
+    def verify(state: Tensor, window: Tensor, x: Tensor) -> Tensor:
+        window.copy_(torch.cat((state, x), -1))
+        return F.silu(F.conv1d(window, weight.unsqueeze(1), bias, groups=CHANNELS))
+
+    def roll_back(state: Tensor, window: Tensor, accepted: Tensor) -> Tensor:
+        index = accepted[:, None, None] + torch.arange(WIDTH - 1)
+        state.copy_(window.gather(-1, index.expand(-1, CHANNELS, -1)))
+        return state.sum(-1)
+
+    x, state = torch.randn(2, CHANNELS, 4), torch.randn(2, CHANNELS, WIDTH - 1)
+    window = torch.zeros(2, CHANNELS, WIDTH + 3)
+    check_calls(verify, lambda: [(state.clone(), window.clone(), x)])
+    wanted = torch.cat((state, x[..., :accepted]), -1)[..., -(WIDTH - 1) :]
+    compiled(verify, state, window, x)
+    compiled(roll_back, state, window, torch.tensor([accepted, accepted]))
+    assert torch.equal(state, wanted)
+
+
+def test_a_window_of_one_token_has_no_state() -> None:
+    """vllm-project/vllm-gaudi#1484: `-state_len:` takes everything where state_len is 0"""
+    weight = torch.randn(CHANNELS, 1)
+    conv = nn.Conv1d(CHANNELS, CHANNELS, 1, groups=CHANNELS)
+
+    def model(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        window = torch.cat((state, x), -1)
+        state.copy_(window[..., window.shape[-1] - state.shape[-1] :])
+        return F.silu(F.conv1d(window, weight.unsqueeze(1), groups=CHANNELS)), conv(x)
+
+    check_calls(model, lambda: [(torch.zeros(2, CHANNELS, 0), torch.ones(2, CHANNELS, 3))])
+
+
+@pytest.mark.parametrize("length", [WIDTH - 1, WIDTH, WIDTH + 2])
+def test_a_state_may_be_longer_than_the_window(length: int) -> None:
+    """Dao-AILab/causal-conv1d#42: reference and kernel disagreed on a state of length width or width - 1"""
+    weight, bias = conv_weights()
+
+    def model(state: Tensor, x: Tensor) -> Tensor:
+        window = torch.cat((state, x), -1)
+        state.copy_(window[..., -state.shape[-1] :])
+        return F.silu((window[..., -WIDTH:] * weight).sum(-1) + bias)
+
+    def calls() -> list[tuple[Tensor, ...]]:
+        generator = torch.Generator().manual_seed(length)
+        state = torch.randn(2, CHANNELS, length, generator=generator)
+        return [(state, torch.randn(2, CHANNELS, 1, generator=generator)) for _ in range(length + 2)]
+
+    check_calls(model, calls)

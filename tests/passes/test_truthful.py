@@ -188,3 +188,32 @@ def test_results_that_are_handed_on_whole_leave_the_op() -> None:
 def test_without_the_backend_nothing_is_told() -> None:
     module = graph_of_dynamo(lambda x, states: OPS.conv(x, states), X, STATES)
     assert "npu_fuse_test_truthful.conv" in str(module.graph)
+
+
+def _written_twice(drop: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def model(x: Tensor) -> Tensor:
+        y = drop(x)
+        y += y
+        return x.sin()
+
+    return model
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        torch.nn.Dropout(0.5).eval(),
+        lambda x: torch.dropout(x, 0.5, False),
+        lambda x: torch.dropout(input=x, p=0.5, train=False),
+        lambda x: torch.nn.functional.dropout(x, 0.0),
+    ],
+)
+def test_dropout_that_drops_nothing_is_its_input(drop: Callable[[Tensor], Tensor]) -> None:
+    check(_written_twice(drop), torch.arange(4.0))
+
+
+def test_dropout_that_drops_is_not() -> None:
+    x = torch.ones(1000)
+    found = compiled(_written_twice(lambda x: torch.nn.functional.dropout(x, 0.5)), x)
+    assert torch.equal(found.output, torch.ones(1000).sin())
+    assert torch.equal(x, torch.ones(1000))
