@@ -253,7 +253,7 @@ def operand(node: fx.Node, *, transposed: bool = False, takes_factors: bool = Tr
             found = replace(found, node=factor[0], scale=found.scale * factor[1])
         elif found.transposed and _swaps_last_two(node):
             found = replace(found, node=source(node), transposed=False)
-        elif _changes_no_value(node) and values.same_shape(values.shape(source(node)), values.shape(node)):
+        elif node.target in _VIEWS and values.same_shape(values.shape(source(node)), values.shape(node)):
             found = replace(found, node=source(node))
         elif rank == 3 and not found.merged and _merges_batch_and_heads(node):
             found = replace(found, node=source(node), merged=True)
@@ -263,6 +263,7 @@ def operand(node: fx.Node, *, transposed: bool = False, takes_factors: bool = Tr
             return found
 
 
+_VIEWS = ROW_MAJOR_VIEWS | {aten.expand.default}
 _AS_IT_IS = COPIES | {aten.alias.default, aten.detach.default}
 
 

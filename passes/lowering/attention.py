@@ -53,9 +53,7 @@ def _lower(match: Match, edit: Edit, op: AttentionOp, contract: OpContract) -> N
     query, key, value = (_heads_second(match.inputs[name], edit) for name in ("query", "key", "value"))
     if p.key_transposed:
         key = edit.permuted(key, (0, 1, 3, 2))
-    dtype = values.dtype(query)
-    if dtype != values.dtype(match.node):
-        raise Refused(f"its result is {values.dtype(match.node)}, and q is {dtype}")
+    roots = _in_type_of(query, match.node)
     masked = masking(match, query, key, op, edit)
     layout = min(_ORDERS, key=lambda name: _copies((query, key, value), _ORDERS[name]))
     order = _ORDERS[layout]
@@ -64,7 +62,7 @@ def _lower(match: Match, edit: Edit, op: AttentionOp, contract: OpContract) -> N
         for name, node in (("query", query), ("key", key), ("value", value))
     }
     tokens = values.shape(query)[2]
-    if op.swaps_result and layout == "BNSD" and known_true(tokens > 1) and _wants_tokens_first(match.node):
+    if op.swaps_result and layout == "BNSD" and known_true(tokens > 1) and all(map(_wants_tokens_first, roots)):
         layout, order = "BNSD_BSND", _SWAPPED
     arguments |= {op.num_heads: p.num_heads, "input_layout": layout, op.scale: p.scale}
     if op.num_kv_heads is not None and p.num_kv_heads != p.num_heads:
@@ -73,7 +71,24 @@ def _lower(match: Match, edit: Edit, op: AttentionOp, contract: OpContract) -> N
         arguments["inner_precise"] = _ZERO_BLANK_ROWS
     edit.note("the op computes in float32 and rounds once; the model rounds as its own kernels do")
     result = edit.op(contract, **{**arguments, **op.constant, **masked.arguments})
-    _replace(match.node, edit.item(result, 0) if op.gives_several else result, order, edit)
+    result = edit.item(result, 0) if op.gives_several else result
+    for root in roots:
+        _replace(root, result, order, edit)
+
+
+def _in_type_of(query: fx.Node, root: fx.Node) -> list[fx.Node]:
+    """The result in query's type: the root, or where it is finer, what it is rounded to by all that use it.
+
+    Raises:
+        Refused: it is used in another type.
+    """
+    dtype = values.dtype(query)
+    if values.dtype(root) == dtype:
+        return [root]
+    users = list(root.users)
+    if not all(values.is_rounding(user) and values.dtype(user) == dtype for user in users):
+        raise Refused(f"its result is {values.dtype(root)}, and q is {dtype}")
+    return users
 
 
 def _heads_second(node: fx.Node, edit: Edit) -> fx.Node:
