@@ -1,6 +1,6 @@
 """Rotary position embedding that takes pairs of neighbours apart, as DeepSeek has it.
 
-    [a0, b0, a1, b1, …] → [a | b] = [a0, a1, … | b0, b1, …],    y = [a | b] * cos + [-b | a] * sin
+[a0, b0, a1, b1, …] → [a | b] = [a0, a1, … | b0, b1, …],    y = [a | b] * cos + [-b | a] * sin
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from .layout import row_major
 from .reasons import contiguity, dtype_among, dtype_name, emptiness, first_reason, raise_first, rank_between, shape_text
 from .rotary import rotate_half
 
-__all__ = ["NPU_INTERLEAVE_ROPE"]
+__all__ = ["NPU_INTERLEAVE_ROPE", "apart"]
 
 _HEAD_DIM = 64
 
@@ -61,9 +61,13 @@ def interleave_rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Ten
     Source: op-plugin 517f2e7d; CANN's open kernel of InterleaveRope (float32 inside, rounded once).
     """
     raise_first("npu::npu_interleave_rope", _invalid(x, cos, sin))
-    wide = x.float()
-    apart = torch.cat((wide[..., ::2], wide[..., 1::2]), dim=-1)
-    return row_major((apart * cos.float() + rotate_half(apart) * sin.float()).to(x.dtype))
+    halves = apart(x.float())
+    return row_major((halves * cos.float() + rotate_half(halves) * sin.float()).to(x.dtype))
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """The first elements of all pairs of neighbours along the last dim, then the second ones."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
 
 
 def interleave_rope_fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

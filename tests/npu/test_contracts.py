@@ -104,6 +104,22 @@ INFER_ATTENTION = [
     for heads in (0, 2)
 ]
 CACHE = {"key": ([9, 128, 128], HALF), "value": ([9, 128, 128], HALF)}
+# Latent attention's caches, by batch and in blocks: how many tokens a sequence, of the tables, the leading dims.
+LATENT_CACHES = [
+    (
+        {
+            "kv": ([2, 1, tokens, 576], BRAIN),
+            "gamma": ([512], BRAIN),
+            "cos": ([2, 1, rows, 64], BRAIN),
+            "sin": ([2, 1, rows, 64], BRAIN),
+            "index": ([2, tokens] if mode == "Norm" else [2 * tokens], LONG),
+            "k_cache": ([*leading, 64], BRAIN),
+            "ckv_cache": ([*leading, 512], BRAIN),
+        },
+        {"cache_mode": mode, "is_output_kv": mode == "PA"},
+    )
+    for tokens, rows, mode, leading in ((3, 1, "Norm", [2, 1, 9]), (3, 3, "PA", [4, 16, 1]), (1, 1, "PA", [4, 16, 1]))
+]
 MIXED_CALLS: Mapping[str, Sequence[MixedCall]] = {
     "npu::npu_mrope": [
         (
@@ -314,6 +330,8 @@ MIXED_CALLS: Mapping[str, Sequence[MixedCall]] = {
             {"head_num": 8, "input_layout": "TND", "softmax_layout": "TND"},
         ),
     ],
+    "npu::npu_kv_rmsnorm_rope_cache": LATENT_CACHES,
+    "npu::npu_kv_rmsnorm_rope_cache_v2": LATENT_CACHES,
     "npu::npu_scatter_pa_kv_cache": [
         (
             {

@@ -1,4 +1,4 @@
-"""Pairs of writes at the same slots are recognised, however they are spelled; a write alone, or by other slots, is none."""
+"""Pairs of writes at the same slots are recognised, however they are spelled; a write alone is none."""
 
 from collections.abc import Callable
 
