@@ -263,7 +263,7 @@ def operand(node: fx.Node, *, transposed: bool = False, takes_factors: bool = Tr
             return found
 
 
-_VIEWS = ROW_MAJOR_VIEWS | {aten.expand.default}
+_VIEWS = ROW_MAJOR_VIEWS | {aten.expand.default, aten.slice.Tensor}
 _AS_IT_IS = COPIES | {aten.alias.default, aten.detach.default}
 
 
