@@ -15,7 +15,6 @@ from .gelu import NPU_FAST_GELU, NPU_GEGLU
 from .group_norm_silu import NPU_GROUP_NORM_SILU
 from .interleave_rope import NPU_INTERLEAVE_ROPE
 from .kv_rmsnorm_rope_cache import NPU_KV_RMSNORM_ROPE_CACHE, NPU_KV_RMSNORM_ROPE_CACHE_V2
-from .kv_rmsnorm_rope_cache import NPU_KV_RMSNORM_ROPE_CACHE, NPU_KV_RMSNORM_ROPE_CACHE_V2
 from .moe_gating import NPU_MOE_GATING_TOP_K, NPU_MOE_GATING_TOP_K_SOFTMAX
 from .mrope import NPU_MROPE
 from .norm_quant import (
