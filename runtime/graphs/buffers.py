@@ -26,7 +26,7 @@ class Buffers:
         memory = self._memory.get((name, dtype))
         if memory is None or memory.numel() < count:
             with torch.inference_mode(False):  # it outlives the inference mode of the first call
-                memory = torch.zeros(count, dtype=dtype, device=self.device)
+                memory = torch.empty(count, dtype=dtype, device=self.device)
             self._memory[name, dtype] = memory
         with torch.inference_mode(False):
             return memory[:count].view(tuple(shape))

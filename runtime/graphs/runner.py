@@ -574,7 +574,7 @@ def _refuse_escapes(roots: Sequence[Any], captured: Captured) -> None:
         for path, tensor in reachable(root, alive):
             raise CaptureError(
                 f"the function keeps a tensor {list(tensor.shape)} that it computed, as {type(root).__name__}{path}; a "
-                "replay would not set it again: return it, or copy_ it into a tensor that is there before the first call"
+                "replay would not set it again: return it, or copy_ it into a tensor that is there before the call"
             )
 
 
