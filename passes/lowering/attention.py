@@ -50,9 +50,13 @@ def lower(match: Match, edit: Edit) -> OpContract:
 def _lower(match: Match, edit: Edit, op: AttentionOp, contract: OpContract) -> None:
     p = match.params
     assert isinstance(p, Attention)
-    query, key, value = (_heads_second(match.inputs[name], edit) for name in ("query", "key", "value"))
+    query, key, value = (_heads_second(edit.current(match.inputs[name]), edit) for name in ("query", "key", "value"))
     if p.key_transposed:
         key = edit.permuted(key, (0, 1, 3, 2))
+    num_kv_heads = p.num_kv_heads
+    if num_kv_heads != p.num_heads and edit.rewriter.target.soc in op.repeats_heads_on:
+        key, value = (_repeated(node, p.num_heads // num_kv_heads, edit) for node in (key, value))
+        num_kv_heads = p.num_heads
     roots = _in_type_of(query, match.node)
     masked = masking(match, query, key, op, edit)
     layout = min(_ORDERS, key=lambda name: _copies((query, key, value), _ORDERS[name]))
@@ -65,8 +69,8 @@ def _lower(match: Match, edit: Edit, op: AttentionOp, contract: OpContract) -> N
     if op.swaps_result and layout == "BNSD" and known_true(tokens > 1) and all(map(_wants_tokens_first, roots)):
         layout, order = "BNSD_BSND", _SWAPPED
     arguments |= {op.num_heads: p.num_heads, "input_layout": layout, op.scale: p.scale}
-    if op.num_kv_heads is not None and p.num_kv_heads != p.num_heads:
-        arguments[op.num_kv_heads] = p.num_kv_heads
+    if op.num_kv_heads is not None and num_kv_heads != p.num_heads:
+        arguments[op.num_kv_heads] = num_kv_heads
     if masked.zeros_blank_rows:
         arguments["inner_precise"] = _ZERO_BLANK_ROWS
     edit.note("the op computes in float32 and rounds once; the model rounds as its own kernels do")
@@ -94,6 +98,18 @@ def _in_type_of(query: fx.Node, root: fx.Node) -> list[fx.Node]:
 def _heads_second(node: fx.Node, edit: Edit) -> fx.Node:
     """[batch, heads, tokens, head_dim], of which heads may be missing."""
     return node if len(values.shape(node)) == 4 else edit.call(aten.unsqueeze.default, node, 1)
+
+
+def _repeated(node: fx.Node, times: int, edit: Edit) -> fx.Node:
+    """Each head so often in a row."""
+
+    def make() -> fx.Node:
+        batch, heads, tokens, head_dim = edit.sizes(node)
+        by_head = edit.call(aten.unsqueeze.default, node, 2)
+        repeated = edit.call(aten.expand.default, by_head, [batch, heads, times, tokens, head_dim])
+        return edit.view(edit.contiguous(repeated), [batch, -1, tokens, head_dim])
+
+    return edit.share(("repeated", node, times), make)
 
 
 def _copies(nodes: tuple[fx.Node, ...], order: tuple[int, ...]) -> int:

@@ -11,6 +11,7 @@ from torch import fx
 from ...patterns import values
 from ...patterns.attention import Attention
 from ...patterns.cone import walk
+from ...patterns.masks.band import Band
 from ...patterns.masks.integers import Linear, of_size
 from ...patterns.masks.visibility import Visibility
 from ...patterns.match import Match
@@ -69,10 +70,13 @@ def masking(match: Match, query: fx.Node, key: fx.Node, op: AttentionOp, edit: E
     zeros = _zeros_blank_rows(p, query, op)
     mode = _mode(p.mask.visibility, query, key, op) if op.has_modes else None
     if mode is None:
-        if "mask" not in match.inputs:
-            raise Refused("it is causal, which this op takes only as a mask, and the model has none")
-        key_of_mask = (match.inputs["mask"], p.hides, *map(of_size, values.shape(query)[2:3] + values.shape(key)[2:3]))
-        arguments["atten_mask"] = edit.share(("hidden", *key_of_mask), lambda: _hidden(match, query, key, edit))
+        sizes = tuple(map(of_size, (values.shape(query)[2], values.shape(key)[2])))
+        if "mask" in match.inputs:
+            shared = ("hidden", edit.current(match.inputs["mask"]), p.hides, *sizes)
+            arguments["atten_mask"] = edit.share(shared, lambda: _hidden(match, query, key, edit))
+        else:
+            band = _band(p.mask.visibility)
+            arguments["atten_mask"] = edit.share(("beyond", band, *sizes), lambda: _beyond(band, query, key, edit))
     else:
         value = values.tensor(query)
         assert value is not None
@@ -120,9 +124,39 @@ def _mode(
     return {"sparse_mode": BAND, op.pre_tokens: before, op.next_tokens: after}
 
 
+def _band(visible: Visibility | None) -> Band:
+    """The band that a mask without a tensor is."""
+    if visible is None or visible.chunk or visible.segments or visible.padding:
+        raise Refused("the op takes what it hides only as a mask, and the model has none")
+    return visible.band
+
+
+def _beyond(band: Band, query: fx.Node, key: fx.Node, edit: Edit) -> fx.Node:
+    """A mask as the op takes it, of what lies outside a band whose bounds are numbers."""
+    value = values.tensor(query)
+    assert value is not None
+    rows, keys = (
+        edit.call(aten.arange.default, edit.rewriter.size(values.shape(of)[2], of, 2), device=value.device)
+        for of in (query, key)
+    )
+    offsets = edit.call(aten.sub.Tensor, keys, edit.call(aten.unsqueeze.default, rows, 1))
+    hidden = None
+    for bound, compare in ((band.upper, aten.gt.Scalar), (band.lower, aten.lt.Scalar)):
+        if bound is None:
+            continue
+        if bound.number is None:
+            raise Refused(f"the op takes what it hides only as a mask, and the model has none for {band}")
+        beyond = edit.call(compare, offsets, bound.number)
+        hidden = beyond if hidden is None else edit.call(aten.logical_or.default, hidden, beyond)
+    assert hidden is not None, band
+    for _ in range(2):
+        hidden = edit.call(aten.unsqueeze.default, hidden, 0)
+    return hidden
+
+
 def _hidden(match: Match, query: fx.Node, key: fx.Node, edit: Edit) -> fx.Node:
     """The mask as the op takes it: bool, True hides, contiguous [batch or 1, 1, tokens, keys]."""
-    mask, p = match.inputs["mask"], match.params
+    mask, p = edit.current(match.inputs["mask"]), match.params
     assert isinstance(p, Attention)
     if values.dtype(mask) != torch.bool:
         if p.mask.visibility is None:
@@ -141,7 +175,7 @@ def _hidden(match: Match, query: fx.Node, key: fx.Node, edit: Edit) -> fx.Node:
 
 def _four_axes(node: fx.Node, match: Match, edit: Edit) -> fx.Node:
     """[batch or 1, heads or 1, tokens or 1, keys]. Of three axes the first is of heads where q has heads."""
-    without_heads = len(values.shape(match.inputs["query"])) == 3
+    without_heads = len(values.shape(edit.current(match.inputs["query"]))) == 3
     rank = len(values.shape(node))
     for axis in (1,) if rank == 3 and without_heads else (0,) * (4 - rank):
         node = edit.call(aten.unsqueeze.default, node, axis)
@@ -165,7 +199,7 @@ def _shift(match: Match, query: fx.Node, key: fx.Node, op: AttentionOp, edit: Ed
     """A bias as the op takes it: [batch or 1, heads, tokens, keys]."""
     p = match.params
     assert isinstance(p, Attention)
-    bias = match.inputs["bias"]
+    bias = edit.current(match.inputs["bias"])
     if values.dtype(bias) != values.dtype(query):
         raise Refused(f"a bias of {values.dtype(bias)} is added; the op takes one of {values.dtype(query)}")
     if not p.is_written_out and not _is_finite(bias, edit):

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from ...runtime.ops.attention_mask import UNLIMITED
+from ...runtime.target import Soc
 
 __all__ = ["ATTENTION_OPS", "AttentionOp"]
 
@@ -28,6 +29,7 @@ class AttentionOp:
         swaps_result: whether it takes "BNSD_BSND".
         gives_several: whether the result is the first of several.
         pads_shift: whether rows of the shift are padded to whole blocks.
+        repeats_heads_on: the SoCs on which key needs a head for each of query.
         constant: arguments that are always given.
     """
 
@@ -42,6 +44,7 @@ class AttentionOp:
     swaps_result: bool = True
     gives_several: bool = True
     pads_shift: bool = True
+    repeats_heads_on: frozenset[Soc] = frozenset()
     constant: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -60,6 +63,10 @@ ATTENTION_OPS: Mapping[str, AttentionOp] = {
         pads_shift=False,
     ),
     "npu::npu_prompt_flash_attention": AttentionOp(
-        scale="scale_value", has_modes=False, gives_several=False, constant={"next_tokens": UNLIMITED}
+        scale="scale_value",
+        has_modes=False,
+        gives_several=False,
+        repeats_heads_on=frozenset({"ascend310p"}),
+        constant={"next_tokens": UNLIMITED},
     ),
 }

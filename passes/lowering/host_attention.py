@@ -29,7 +29,7 @@ def lower_on_host(match: Match, edit: Edit) -> OpContract:
     assert isinstance(p, Attention)
     if p.merged or p.key_transposed or len(values.shape(match.node)) != 4:
         raise Refused("its batch and heads are one axis, or its keys lie transposed")
-    arguments: dict[str, Any] = {name: match.inputs[name] for name in ("query", "key", "value")}
+    arguments: dict[str, Any] = {name: edit.current(match.inputs[name]) for name in ("query", "key", "value")}
     if p.num_heads != p.num_kv_heads:
         arguments["enable_gqa"] = True
     arguments |= {"scale": p.scale, **_mask(match, p, edit)}
@@ -50,16 +50,16 @@ def _mask(match: Match, p: Attention, edit: Edit) -> dict[str, Any]:
     if "bias" in match.inputs:
         if "mask" in match.inputs or p.is_written_out:
             raise Refused("numbers are added to its scores, and a row of -inf gives NaN; torch's attention gives zeros")
-        return {"attn_mask": match.inputs["bias"]}
+        return {"attn_mask": edit.current(match.inputs["bias"])}
     if p.mask.kind in ("none", "all_true"):
         return {}
     if _is_causal(p.mask):
         return {"is_causal": True}
-    mask = match.inputs["mask"]
+    mask = edit.current(match.inputs["mask"])
     proven = p.mask.visibility is not None and p.mask.visibility.every_query_sees_a_key
     if p.blank_rows == "NaN" and not proven:
         raise Refused("a query that sees no key gets NaN, of torch's attention zeros")
-    if values.dtype(mask) == values.dtype(match.inputs["query"]):
+    if values.dtype(mask) == values.dtype(edit.current(match.inputs["query"])):
         return {"attn_mask": mask}
     if p.mask.lowest and not proven:
         raise Refused("a query that sees no key gets the mean of all values, of torch's attention zeros")
