@@ -7,9 +7,10 @@ for any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -21,37 +22,54 @@ from ..patterns.match import Findings, Match
 from ..patterns.preserved import original
 from ..runtime.declarations import Declaration, Declarations
 from ..runtime.options import ENCODER_ONLY
-from .bidirectional import has_causal_part, without_causal_part
+from . import bidirectional, freed_calls
+from .freed_calls import FusedCall, fused_call
 from .report import Site
 from .rewriter import Edit, Refused, Rewriter
 
 aten = torch.ops.aten
 
+# Says what attention hides that has been freed, once the changed graph is recognised.
+NewMask = Callable[[Findings], str]
+
 
 @dataclass(frozen=True, slots=True)
-class Freed:
-    """A layer that has been freed, or has not been.
+class Outcome:
+    """What became of one layer.
 
     Args:
         site: of the report.
-        node: the result of its attention now.
+        new_mask: where it has been freed.
     """
 
     site: Site
-    node: fx.Node | None = None
+    new_mask: NewMask | None = None
 
     def tell(self, findings: Findings) -> None:
-        """Completes the report with the mask that recognition finds now."""
-        if self.node is None:
-            return
-        found = findings.at(attention.KIND, self.node)
-        now = found.params if found is not None else None
-        params = self.site.params
-        params["new_mask"] = _described(now.mask) if isinstance(now, Attention) else "other"
-        self.site.change = f"{params['declared']}: its mask was {params['old_mask']}, and is {params['new_mask']}"
+        """Completes the report by what is recognised in the changed graph."""
+        if self.new_mask is not None:
+            params = self.site.params
+            params["new_mask"] = self.new_mask(findings)
+            self.site.change = f"{params['declared']}: its mask was {params['old_mask']}, and is {params['new_mask']}"
 
 
-def free(rewriter: Rewriter, findings: Findings, declarations: Declarations, *, disabled: bool) -> list[Freed]:
+class _Layer(Protocol):
+    """Attention of a layer, in whatever form."""
+
+    @property
+    def node(self) -> fx.Node: ...
+
+    def mask(self) -> str:
+        """What it hides, in words."""
+
+    def is_causal(self) -> bool:
+        """Whether it hides the future. Raises Refused where that can't be told."""
+
+    def free(self, rewriter: Rewriter) -> NewMask:
+        """Lets it see the future. Raises Refused where it can't be."""
+
+
+def free(rewriter: Rewriter, findings: Findings, declarations: Declarations, *, disabled: bool) -> list[Outcome]:
     """Frees what declares itself, and says what else looks so.
 
     Args:
@@ -60,72 +78,146 @@ def free(rewriter: Rewriter, findings: Findings, declarations: Declarations, *, 
         declarations: which layers are bidirectional.
         disabled: whether nothing is to be changed.
     """
-    unseen = list(_unseen(rewriter.graph, findings, declarations))
-    return [*_free(rewriter, findings, declarations, disabled), *unseen]
+    calls = [call for call in map(fused_call, rewriter.graph.nodes) if call is not None]
+    in_calls = {node for call in calls for node in (call.node, *call.node.users)}
+    layers: list[_Layer] = [_Called(call) for call in calls]
+    layers += [_Recognised(match) for match in findings.of(attention.KIND) if match.node not in in_calls]
+    layers.sort(key=lambda layer: layer.node)
+    unseen = list(_unseen(rewriter.graph, findings, [layer.node for layer in layers], declarations))
+    return [*(o for layer in layers for o in _outcome(layer, rewriter, declarations, disabled)), *unseen]
 
 
-def _free(rewriter: Rewriter, findings: Findings, declarations: Declarations, disabled: bool) -> Iterator[Freed]:
-    for match in findings.of(attention.KIND):
+def _outcome(layer: _Layer, rewriter: Rewriter, declarations: Declarations, disabled: bool) -> Iterator[Outcome]:
+    unknown = None
+    try:
+        causal = layer.is_causal()
+    except Refused as refusal:
+        causal, unknown = False, refusal
+    declaration = declarations.of(layer.node, guard=causal and not disabled)
+    if declaration is None:
+        yield from _hint(layer, declarations) if causal else ()
+    elif unknown is not None:
+        yield Outcome(_site(layer, declaration, str(unknown)))
+    elif causal and disabled:
+        yield Outcome(_site(layer, declaration, f"{ENCODER_ONLY} is turned off by Options.disable"))
+    elif causal:
+        site = _site(layer, declaration, None)
         try:
-            causal, unknown = has_causal_part(match), None
-        except Refused as refusal:
-            causal, unknown = False, refusal
-        declaration = declarations.of(match.node, guard=causal and not disabled)
-        if declaration is None:
-            yield from _hint(match, declarations) if causal else ()
-            continue
-        if not causal and unknown is None:
-            continue
-        site = _site(match, declaration)
-        try:
-            if unknown is not None:
-                raise unknown
-            if disabled:
-                raise Refused(f"{ENCODER_ONLY} is turned off by Options.disable")
-            with rewriter.edit(match.node, match.claimed) as edit:
-                _freed(match, edit)
+            new_mask = layer.free(rewriter)
         except Refused as refusal:
             site.reason = str(refusal)
-            yield Freed(site)
+            yield Outcome(site)
         else:
             site.status = "lowered"
-            yield Freed(site, rewriter.current(match.node))
+            yield Outcome(site, new_mask)
 
 
-def _unseen(graph: fx.Graph, findings: Findings, declarations: Declarations) -> Iterator[Freed]:
+def _site(layer: _Layer, declaration: Declaration, reason: str | None) -> Site:
+    return Site(
+        ENCODER_ONLY,
+        "refused",
+        reason=reason,
+        module=declaration.layer or values.module_path(layer.node),
+        source=values.source_line(layer.node),
+        params={"declared": declaration.by, "old_mask": layer.mask()},
+    )
+
+
+def _hint(layer: _Layer, declarations: Declarations) -> Iterator[Outcome]:
+    """A near miss: a module says of itself that it isn't causal, and is given a causal mask."""
+    hint = declarations.hint(layer.node)
+    if hint is None:
+        return
+    site = _site(layer, hint, None)
+    site.status = "missed"
+    site.reason = (
+        f"{hint.by}, and its mask is {layer.mask()}; that is no declaration, so it stays: name the layer in"
+        " Options.encoder_only, or set its attn_type to ENCODER_ONLY"
+    )
+    yield Outcome(site)
+
+
+def _unseen(
+    graph: fx.Graph, findings: Findings, seen: Sequence[fx.Node], declarations: Declarations
+) -> Iterator[Outcome]:
     """Near misses: layers that declare themselves, and in which no attention is recognised."""
-    recognised = {values.module_path(match.node) or "" for match in findings.of(attention.KIND)}
+    paths = {values.module_path(node) or "" for node in seen}
     misses = {miss.node: miss.reason for miss in findings.near_misses() if miss.kind == attention.KIND}
     found: dict[str, Site] = {}
-    seen: set[str] = set()
+    with_attention: set[str] = set()
     for node in graph.nodes:
         declaration = declarations.of(node) if node.op == "call_function" else None
         if declaration is None:
             continue
-        if any(_is_within(path, declaration.layer) for path in recognised):
-            seen.add(declaration.by)
+        if any(_is_within(path, declaration.layer) for path in paths):
+            with_attention.add(declaration.by)
+        reason = misses.get(node)
+        if reason is None and freed_calls.writes_its_result(node):
+            reason = "the form of the op that writes its result into a given tensor is left as it is"
         site = found.setdefault(declaration.by, Site(ENCODER_ONLY, "missed", module=declaration.layer or None))
-        if site.reason is None or node in misses:
-            differs = f": {misses[node]}" if node in misses else ""
-            site.reason = f"{declaration.by}, and no attention is recognised there{differs}"
+        if site.reason is None or reason is not None:
+            site.reason = f"{declaration.by}, and no attention is recognised there{f': {reason}' if reason else ''}"
             site.source = values.source_line(node)
-    yield from (Freed(site) for by, site in found.items() if by not in seen)
+    yield from (Outcome(site) for by, site in found.items() if by not in with_attention)
 
 
 def _is_within(path: str, layer: str) -> bool:
     return not layer or path == layer or path.startswith(f"{layer}.")
 
 
-def _site(match: Match, declaration: Declaration) -> Site:
-    p = match.params
-    assert isinstance(p, Attention)
-    return Site(
-        ENCODER_ONLY,
-        "refused",
-        module=declaration.layer or values.module_path(match.node),
-        source=values.source_line(match.node),
-        params={"declared": declaration.by, "old_mask": _described(p.mask)},
-    )
+# Calls of fused ops ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    call: FusedCall
+
+    @property
+    def node(self) -> fx.Node:
+        return self.call.node
+
+    def mask(self) -> str:
+        return freed_calls.described(self.call)
+
+    def is_causal(self) -> bool:
+        return freed_calls.has_causal_part(self.call)
+
+    def free(self, rewriter: Rewriter) -> NewMask:
+        with rewriter.edit(self.node, [self.node]) as edit:
+            new = freed_calls.without_causal_part(self.call, edit)
+            freed_calls.put_in_place(self.call, new, edit)
+        return lambda findings: freed_calls.described(new)
+
+
+# What is recognised ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Recognised:
+    match: Match
+
+    @property
+    def node(self) -> fx.Node:
+        return self.match.node
+
+    def mask(self) -> str:
+        assert isinstance(self.match.params, Attention)
+        return _described(self.match.params.mask)
+
+    def is_causal(self) -> bool:
+        return bidirectional.has_causal_part(self.match)
+
+    def free(self, rewriter: Rewriter) -> NewMask:
+        with rewriter.edit(self.node, self.match.claimed) as edit:
+            freed = _freed(self.match, edit)
+            edit.replace(self.node, freed)
+        return partial(_described_at, freed)
+
+
+def _described_at(node: fx.Node, findings: Findings) -> str:
+    found = findings.at(attention.KIND, node)
+    now = found.params if found is not None else None
+    return _described(now.mask) if isinstance(now, Attention) else "not known"
 
 
 def _described(mask: Mask) -> str:
@@ -133,31 +225,12 @@ def _described(mask: Mask) -> str:
     return f"{mask.kind} ({band})" if band is not None and band.lower is not None else mask.kind
 
 
-def _hint(match: Match, declarations: Declarations) -> Iterator[Freed]:
-    """A near miss: a module says of itself that it isn't causal, and is given a causal mask."""
-    hint = declarations.hint(match.node)
-    if hint is None:
-        return
-    site = _site(match, hint)
-    site.status = "missed"
-    site.reason = (
-        f"{hint.by}, and its mask is {site.params['old_mask']}; that is no declaration, so it stays: name the layer in"
-        " Options.encoder_only, or set its attn_type to ENCODER_ONLY"
-    )
-    yield Freed(site)
-
-
-# The graph ------------------------------------------------------------------------------------------------------------
-
-
-def _freed(match: Match, edit: Edit) -> None:
-    """Lets attention with what is left of its mask stand for a site."""
-    mask = without_causal_part(match, edit)
+def _freed(match: Match, edit: Edit) -> fx.Node:
+    """The same attention, with what is left of its mask."""
+    mask = bidirectional.without_causal_part(match, edit)
     if original(match.node.target) is aten.scaled_dot_product_attention.default:
-        new = _called_with(match.node, mask, edit)
-    else:
-        new = _written_out_with(match, mask if mask is not None else _nothing(match, edit), edit)
-    edit.replace(match.node, new)
+        return _called_with(match.node, mask, edit)
+    return _written_out_with(match, mask if mask is not None else _nothing(match, edit), edit)
 
 
 def _called_with(node: fx.Node, mask: fx.Node | None, edit: Edit) -> fx.Node:

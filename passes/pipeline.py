@@ -71,7 +71,7 @@ def optimise(
     )
     with _timed(report, ENCODER_ONLY):
         encoders = free(rewriter, findings, declarations, disabled=ENCODER_ONLY in options.disable)
-        if any(encoder.node is not None for encoder in encoders):
+        if any(encoder.site.status == "lowered" for encoder in encoders):
             findings = recognise(module.graph)
         for encoder in encoders:
             encoder.tell(findings)
