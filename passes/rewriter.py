@@ -162,7 +162,7 @@ class Edit:
         self._created: list[fx.Node] = []
         self._shared: list[Hashable] = []
         self._replacements: list[tuple[fx.Node, fx.Node]] = []
-        self._values: dict[fx.Node, Any] = {}
+        self._relaid: dict[fx.Node, Any] = {}
 
     @property
     def created(self) -> frozenset[fx.Node]:
@@ -190,12 +190,13 @@ class Edit:
     def attempt(self) -> Iterator[None]:
         """A part of the edit that is undone alone where it is refused, so that another can be tried in its place."""
         created, shared = len(self._created), len(self._shared)
-        notes, replacements = len(self.notes), len(self._replacements)
+        notes, replacements, relaid = len(self.notes), len(self._replacements), dict(self._relaid)
         try:
             yield
         except Refused:
             self._undo(created, shared)
             del self.notes[notes:], self._replacements[replacements:]
+            self._relaid = relaid
             raise
 
     # New nodes ---------------------------------------------------------------------------------------------------
@@ -375,20 +376,21 @@ class Edit:
             raise Refused(f"the result is {after.dtype}, the model's is {before.dtype}")
         if not values.same_shape(before.shape, after.shape):
             raise Refused(f"the result has shape {tuple(after.shape)}, the model's has {tuple(before.shape)}")
-        if not same_layout(before, after):
-            relaid = self._relaid(old, after) if any_layout else None
-            if relaid is None:
-                new = self._restore_layout(new, before)
-            else:
-                self._values.update(relaid)
+        if not same_layout(before, after) and not (any_layout and self._relay(old, after)):
+            new = self._restore_layout(new, before)
+            restored = values.tensor(new)
+            assert restored is not None
+            if not same_layout(before, restored) and not (any_layout and self._relay(old, restored)):
+                raise Refused(f"the model's result has strides {tuple(before.stride())}, which can't be kept")
         self._replacements.append((old, new))
 
-    def _relaid(self, old: fx.Node, value: torch.Tensor) -> dict[fx.Node, Any] | None:
-        """What all that reads `old` gives where it is laid out as `value`; None where that is not to be told.
+    def _relay(self, old: fx.Node, value: torch.Tensor) -> bool:
+        """Settles what all that reads `old` gives where it is laid out as `value`; False where that is not to be told.
 
         Ops of torch take any layout, and what they give is followed until it is laid out as before. A result of the
         graph has to be, and a view has to be possible.
         """
+        known = self._relaid
         changed: dict[fx.Node, Any] = {old: value}
         pending = set(old.users) - self.created
         while pending:
@@ -396,31 +398,29 @@ class Edit:
             pending.remove(node)
             told = original(node.target) is not node.target
             if node.op != "call_function" or not (told or _NAMESPACES.match(str(node.target))):
-                return None
+                return False
             try:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: changed.get(n, n.meta["val"]))
+                args, kwargs = fx.map_arg(
+                    (node.args, node.kwargs), lambda n: changed.get(n, known.get(n, n.meta["val"]))
+                )
                 found = self.rewriter.fake(node.target, args, kwargs)  # type: ignore[arg-type]
             except (RuntimeError, ValueError):
-                return None
-            if not _laid_alike(found, node.meta["val"]):
+                return False
+            if not _laid_alike(found, known.get(node, node.meta["val"])):
                 changed[node] = found
                 pending |= set(node.users) - self.created
             if len(changed) > _MOST_RELAID:
-                return None
+                return False
         del changed[old]
-        return changed
+        known.update(changed)
+        return True
 
     def _restore_layout(self, new: fx.Node, wanted: torch.Tensor) -> fx.Node:
-        """A copy of `new` with the strides of `wanted`."""
+        """A copy of `new` with its axes in memory in the order of `wanted`: where that is dense, with its strides."""
         order = physical_order(wanted)
         dense = self.call(aten.permute.default, new, order)
         dense = self.call(aten.clone.default, dense, memory_format=torch.contiguous_format)
-        restored = self.call(aten.permute.default, dense, inverse(order))
-        value = values.tensor(restored)
-        assert value is not None
-        if not same_layout(wanted, value):
-            raise Refused(f"the model's result has strides {tuple(wanted.stride())}, which can't be kept")
-        return restored
+        return self.call(aten.permute.default, dense, inverse(order))
 
     def commit(self) -> None:
         """Puts the replacements in force.
@@ -438,7 +438,7 @@ class Edit:
             old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)  # noqa: B023  # used at once
             self.rewriter._replaced[old] = new
             self._follow_views(old, new)
-        for node, value in self._values.items():
+        for node, value in self._relaid.items():
             node.meta["val"] = value
         for node in sorted({*self._claimed, *olds}, reverse=True):
             if not node._erased and not node.users and is_pure(node):
