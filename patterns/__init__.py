@@ -24,6 +24,7 @@ from . import (
     moe_gating,
     norm_cast,
     norm_quant,
+    paged_attention,
     qk_rope,
     qkv,
     rms_norm,
@@ -69,6 +70,7 @@ RULES: tuple[Rule, ...] = (
     Rule(moe_gating.KIND, moe_gating.match),
     Rule(grouped_moe_gating.KIND, grouped_moe_gating.match),
     Rule(attention.KIND, attention.match),
+    Rule(paged_attention.KIND, paged_attention.match),
     Rule(causal_conv1d.KIND, causal_conv1d.match),
     Rule(kv_cache_write.KIND, kv_cache_write.match),
 )

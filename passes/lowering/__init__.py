@@ -16,6 +16,7 @@ from ...patterns import kv_cache_write as kv_cache_write_pattern
 from ...patterns import moe_gating as moe_gating_pattern
 from ...patterns import norm_cast as norm_cast_pattern
 from ...patterns import norm_quant as norm_quant_pattern
+from ...patterns import paged_attention as paged_attention_pattern
 from ...patterns import qk_rope as qk_rope_pattern
 from ...patterns import qkv as qkv_pattern
 from ...patterns import rms_norm as rms_norm_pattern
@@ -35,6 +36,7 @@ from . import (
     moe_gating,
     norm_cast,
     norm_quant,
+    paged_attention,
     qk_rope,
     qkv,
     rms_norm,
@@ -46,6 +48,7 @@ Lowering = Callable[[Match, Edit], OpContract]
 
 # Larger kinds first: what they take is not lowered again.
 LOWERINGS: Mapping[str, Lowering] = {
+    paged_attention_pattern.KIND: paged_attention.lower,
     attention_pattern.KIND: attention.lower,
     kv_cache_write_pattern.KIND: kv_cache_write.lower,
     qkv_pattern.KIND: qkv.lower,

@@ -19,7 +19,7 @@ from ...patterns.movement import permutation
 from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import is_contiguous, known_true
 from ..rewriter import Edit, Refused
-from .attention_mask import masking
+from .attention_mask import Masking, masking
 from .attention_ops import ATTENTION_OPS, AttentionOp
 from .candidates import first_legal
 from .host_attention import lower_on_host
@@ -28,8 +28,8 @@ from .precision import refuse_other_precision
 aten = torch.ops.aten
 
 # The axes of [batch, heads, tokens, head_dim] in the order of each layout.
-_ORDERS: Mapping[str, tuple[int, int, int, int]] = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3)}
-_SWAPPED = _ORDERS["BSND"]
+LAYOUTS: Mapping[str, tuple[int, int, int, int]] = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3)}
+_SWAPPED = LAYOUTS["BSND"]
 
 # What inner_precise is where rows that see no key are to be zeros.
 _ZERO_BLANK_ROWS = 2
@@ -50,27 +50,57 @@ def lower(match: Match, edit: Edit) -> OpContract:
 def _lower(match: Match, edit: Edit, op: AttentionOp, contract: OpContract) -> None:
     p = match.params
     assert isinstance(p, Attention)
-    query, key, value = (_heads_second(edit.current(match.inputs[name]), edit) for name in ("query", "key", "value"))
+    query, key, value = (heads_second(edit.current(match.inputs[name]), edit) for name in ("query", "key", "value"))
     if p.key_transposed:
         key = edit.permuted(key, (0, 1, 3, 2))
     num_kv_heads = p.num_kv_heads
     if num_kv_heads != p.num_heads and edit.rewriter.target.soc in op.repeats_heads_on:
         key, value = (_repeated(node, p.num_heads // num_kv_heads, edit) for node in (key, value))
         num_kv_heads = p.num_heads
-    roots = _in_type_of(query, match.node)
-    masked = masking(match, query, key, op, edit)
-    layout = min(_ORDERS, key=lambda name: _copies((query, key, value), _ORDERS[name]))
-    order = _ORDERS[layout]
-    arguments: dict[str, Any] = {
-        name: edit.contiguous(edit.permuted(node, order))
-        for name, node in (("query", query), ("key", key), ("value", value))
+    layout = min(LAYOUTS, key=lambda name: _copies((query, key, value), LAYOUTS[name]))
+    keys: dict[str, Any] = {
+        name: edit.contiguous(edit.permuted(node, LAYOUTS[layout])) for name, node in (("key", key), ("value", value))
     }
+    if op.num_kv_heads is not None and num_kv_heads != p.num_heads:
+        keys[op.num_kv_heads] = num_kv_heads
+    call(match, query, keys, masking(match, query, key, op, edit), layout, op, contract, edit)
+
+
+def call(
+    match: Match,
+    query: fx.Node,
+    keys: Mapping[str, Any],
+    masked: Masking,
+    layout: str,
+    op: AttentionOp,
+    contract: OpContract,
+    edit: Edit,
+) -> None:
+    """Puts a call of an op in place of a site.
+
+    Args:
+        match: a site of attention.
+        query: [batch, heads, tokens, head_dim].
+        keys: the arguments that say what is attended to.
+        masked: what of it is hidden.
+        layout: one of `LAYOUTS`, in which query is given.
+        op: the op.
+        contract: its contract.
+        edit: the rewrite of the site.
+
+    Raises:
+        Refused: the contract doesn't allow it, or the result is used in another type than query's.
+    """
+    p = match.params
+    assert isinstance(p, Attention)
+    order = LAYOUTS[layout]
+    roots = _in_type_of(query, match.node)
+    arguments: dict[str, Any] = {"query": edit.contiguous(edit.permuted(query, order)), **keys}
     tokens = values.shape(query)[2]
-    if op.swaps_result and layout == "BNSD" and known_true(tokens > 1) and all(map(_wants_tokens_first, roots)):
+    swaps = op.swaps_result and layout == "BNSD" and known_true(tokens > 1) and all(map(_wants_tokens_first, roots))
+    if swaps:
         layout, order = "BNSD_BSND", _SWAPPED
     arguments |= {op.num_heads: p.num_heads, "input_layout": layout, op.scale: p.scale}
-    if op.num_kv_heads is not None and num_kv_heads != p.num_heads:
-        arguments[op.num_kv_heads] = num_kv_heads
     if masked.zeros_blank_rows:
         arguments["inner_precise"] = _ZERO_BLANK_ROWS
     edit.note("the op computes in float32 and rounds once; the model rounds as its own kernels do")
@@ -95,7 +125,7 @@ def _in_type_of(query: fx.Node, root: fx.Node) -> list[fx.Node]:
     return users
 
 
-def _heads_second(node: fx.Node, edit: Edit) -> fx.Node:
+def heads_second(node: fx.Node, edit: Edit) -> fx.Node:
     """[batch, heads, tokens, head_dim], of which heads may be missing."""
     return node if len(values.shape(node)) == 4 else edit.call(aten.unsqueeze.default, node, 1)
 

@@ -154,7 +154,8 @@ def _computed(name: str, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Writes the caches. The results: the rotated k and the normed latent."""
     raise_first(name, _invalid(call))
     raise_first(name, _value_reasons(call))
-    latent, k = call.kv.float().split([LATENT_DIM, ROPE_DIM], -1)
+    wide = call.kv.float()
+    latent, k = wide[..., :LATENT_DIM], wide[..., LATENT_DIM:]
     root = (latent.pow(2).mean(-1, keepdim=True) + call.epsilon).sqrt()
     normed = (latent / root * call.gamma.float()).to(call.kv.dtype)
     k = apart(k)
