@@ -20,6 +20,7 @@ from ..runtime.sizes import Size, known_equal, static_int
 from . import values
 from .canonical import Canonicaliser
 from .cone import walk
+from .fusion_attention import is_fusion_attention, read
 from .linear import is_matmul
 from .mask import CAUSAL_FLAG, NO_MASK, Mask
 from .match import Findings, Match, Miss
@@ -83,6 +84,8 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
     """Finds attention whose result is `node`."""
     if original(node.target) is aten.scaled_dot_product_attention.default:
         return _called(node, c)
+    if is_fusion_attention(node):
+        return _fused(node, c)
     if is_matmul(node) and values.is_float(node):
         return _written_out(node, c)
     return None
@@ -103,7 +106,15 @@ def _called(node: fx.Node, c: Canonicaliser) -> Match | Miss:
     if given.get("dropout_p", 0.0) != 0 or not isinstance(scale, (int, float)):
         return Miss(KIND, node, "its scale or its dropout is known only when it runs")
     added = (Addition(values.strip_widening(mask), shape=values.shape(node)),) if mask is not None else ()
-    return _attention(node, Scores(query, key, float(scale), added), value, c, is_causal=given.get("is_causal", False))
+    flag = CAUSAL_FLAG if given.get("is_causal", False) else NO_MASK
+    return _attention(node, Scores(query, key, float(scale), added), value, c, mask=flag)
+
+
+def _fused(node: fx.Node, c: Canonicaliser) -> Match | Miss:
+    found = read(node)
+    if isinstance(found, str):
+        return Miss(KIND, node, "{}", (found,))
+    return _attention(node, found.scores, found.value, c, mask=found.mask, compressed=found.compressed)
 
 
 # Written out ----------------------------------------------------------------------------------------------------------
@@ -196,7 +207,8 @@ def _attention(
     value: Operand,
     c: Canonicaliser,
     *,
-    is_causal: bool = False,
+    mask: Mask = NO_MASK,
+    compressed: fx.Node | None = None,
     softmax: fx.Node | None = None,
     sink: fx.Node | None = None,
 ) -> Match | Miss:
@@ -204,8 +216,10 @@ def _attention(
     if isinstance(heads, str):
         return Miss(KIND, node, "{}", (heads,), matched=2)
     inputs = {"query": found.q.node, "key": found.k.node, "value": value.node}
+    if compressed is not None:
+        inputs["compressed_mask"] = compressed  # it is read, and hides what `mask` says
     q_len, kv_len = (values.shape(o.node)[-1 if o.transposed else -2] for o in (found.q, found.k))
-    mask, traits, hides = CAUSAL_FLAG if is_causal else NO_MASK, list(found.traits), False
+    traits, hides = list(found.traits), False
     for addition in found.additions:
         of = c.masks.of(addition.node, q_len, kv_len, hides=addition.hides)
         name = "bias" if of.kind == "bias" else "mask"

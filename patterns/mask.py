@@ -22,7 +22,7 @@ from ..runtime.sizes import Size, known_equal, static_int
 from . import values
 from .cone import walk
 from .masks import creation, elementwise, indexing, joining
-from .masks.band import Axes, Band
+from .masks.band import Axes, Band, never_empty
 from .masks.constant_mask import band_of, constant
 from .masks.entries import Entries
 from .masks.facts import Facts
@@ -142,6 +142,13 @@ def classify(mask: fx.Node, q_len: Size, kv_len: Size, *, hides: bool = False) -
         _assume_places(mask.graph, entries)
         found = _by_formula(mask, axes, entries, hides)
         return found if found.visibility is not None else _by_value(mask, axes, entries.facts, hides) or found
+
+
+def of_band(band: Band, q_len: Size, kv_len: Size) -> Mask:
+    """The mask that hides from so many queries all of so many keys but a band."""
+    facts = Facts()
+    axes = Axes.of((Linear(1), Linear(1), of_size(q_len), of_size(kv_len)), facts)
+    return _named(Visibility(band, every_query_sees_a_key=never_empty(band, axes, facts)), axes, facts, False)
 
 
 def _assume_places(graph: fx.Graph, entries: Entries) -> None:
