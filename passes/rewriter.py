@@ -292,7 +292,7 @@ class Edit:
             return known
         module, graph = self.rewriter.module, self.rewriter.graph
         with unset_fake_temporarily():
-            value = make(device)
+            value = make(torch.device("cpu")).to(device)  # a compilation launches no kernel on the device
         module.register_buffer(name, value, persistent=False)
         with graph.inserting_after(self._anchor([])):
             node = graph.get_attr(name)
