@@ -9,6 +9,7 @@ head_dim]. Of the tokens that the blocks have, all may be attended to or the fir
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +106,8 @@ def _gathered(node: fx.Node) -> _Gathered | None:
     rank, sequences = len(values.shape(cache)), values.shape(table)[0] if len(values.shape(table)) == 2 else 1
     if rank not in (3, 4) or not known_equal(values.shape(node)[0], sequences):
         return None
-    if _joins_tokens(blocks, path):
+    _, heads, _, head_dim = values.shape(node)
+    if known_equal(math.prod(values.shape(cache)[2:]), heads * head_dim) and _joins_tokens(blocks, path):
         heads_first = False
     elif rank == 4 and _joins_tokens_of_heads(node, blocks):
         heads_first = True

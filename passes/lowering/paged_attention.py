@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,7 +49,10 @@ def lower(match: Match, edit: Edit) -> OpContract:
         arguments["num_key_value_heads"] = p.attention.num_kv_heads
     if "atten_mask" in masked.arguments and masked.arguments.get("sparse_mode") not in COMPRESSED:
         masked.arguments["atten_mask"] = _as_wide_as_the_table(masked.arguments["atten_mask"], match, edit)
-    layout = "BNSD" if p.heads_first else min(LAYOUTS, key=lambda name: not _lies_in(query, LAYOUTS[name]))
+    if p.heads_first:  # such caches are for one layout, of query and result
+        layout, op = "BNSD", replace(op, swaps_result=False)
+    else:
+        layout = min(LAYOUTS, key=lambda name: not _lies_in(query, LAYOUTS[name]))
     call(attention, query, arguments, masked, layout, op, contract, edit)
     return contract
 
