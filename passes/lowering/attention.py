@@ -180,7 +180,8 @@ def _replace(old: fx.Node, result: fx.Node, order: tuple[int, ...], edit: Edit) 
     shape = values.shape(old)
     if len(shape) == 3:
         heads_second = edit.contiguous(edit.permuted(result, order))  # an order that undoes itself
-        edit.replace(old, edit.view(heads_second, edit.sizes(old)))
+        rows, head_dim = (edit.rewriter.size(shape[axis], heads_second, axis + 1) for axis in (1, 2))
+        edit.replace(old, edit.view(heads_second, [-1, rows, head_dim]))
         return
     copies = _copies_of_swapped(old)
     if order == _SWAPPED and copies:
