@@ -112,7 +112,7 @@ def described(call: FusedCall) -> str:
     if call.mask is None:
         return "none"
     if call.mode not in COMPRESSED:
-        return f"a whole mask (sparse_mode {call.mode})"
+        return f"{_whole_mask(call.mask).kind} (a whole mask, sparse_mode {call.mode})"
     if call.mode != BAND:
         return f"causal (sparse_mode {call.mode})"
     before, behind = call.reach
