@@ -18,6 +18,7 @@ from ..passes.pipeline import leave, optimise, prepare
 from ..passes.report import Report
 from .declarations import Declarations
 from .effects import register_known
+from .graphs.replayed import Replayed
 from .ops.register import register
 from .options import Options
 from .owners import Owners
@@ -37,6 +38,7 @@ class Backend:
 
     Attributes:
         reports: one `Report` for each graph compiled, in order.
+        runners: with `Options.graphs`, what captures and replays each graph; `runners[i].runner.stats` counts.
 
     Raises:
         ValueError: a setting is unknown.
@@ -47,6 +49,7 @@ class Backend:
             raise ValueError(f"Backend: give Options or single settings, not both (got {', '.join(settings)})")
         self.options = options if options is not None else Options.of(settings)
         self.reports: list[Report] = []
+        self.runners: list[Replayed] = []
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Compiles one graph of Dynamo's."""
@@ -65,7 +68,12 @@ class Backend:
             return _compile(module, example_inputs, lambda graph, _: _boxed(graph))
 
         def inference(graph: fx.GraphModule, _: Sequence[Any]) -> Compiled:
-            return _boxed(self._optimised(graph, parameters, target))
+            optimised = self._optimised(graph, parameters, target)
+            if self.options.graphs is None:
+                return _boxed(optimised)
+            static = _of_the_model(module.graph, optimised.graph)
+            self.runners.append(Replayed(optimised, static, self.options.graphs, self.options.strict))
+            return _boxed_call(self.runners[-1])
 
         return _compile(prepared, example_inputs, inference)
 
@@ -115,15 +123,16 @@ def npu_fuse(
     Args:
         module: a graph of Dynamo's.
         example_inputs: its inputs.
-        mode: only None and "default" are known; capture and replay belong to the graph runner.
+        mode: "reduce-overhead" captures each graph and replays it, as the option `graphs` does; "default" doesn't.
         options: settings by the names of `Options`.
 
     Raises:
         ValueError: the mode or an option is unknown.
     """
-    if mode not in (None, "default"):
-        raise ValueError(f"npu_fuse: unknown mode {mode!r}; known: 'default'")
-    return Backend(Options.of(options or {}))(module, example_inputs)
+    if mode not in (None, "default", "reduce-overhead"):
+        raise ValueError(f"npu_fuse: unknown mode {mode!r}; known: 'default', 'reduce-overhead'")
+    defaults: dict[str, Any] = {"graphs": {}} if mode == "reduce-overhead" else {}
+    return Backend(Options.of({**defaults, **(options or {})}))(module, example_inputs)
 
 
 def _why_not(example_inputs: Sequence[Any]) -> str | None:
@@ -149,7 +158,11 @@ def _compile(
 
 def _boxed(module: fx.GraphModule) -> Compiled:
     """A graph as AOTAutograd calls it: with a list that it may empty, so that inputs die as soon as they are used."""
-    boxed: Compiled = make_boxed_func(module.forward)
+    return _boxed_call(module.forward)
+
+
+def _boxed_call(function: Compiled) -> Compiled:
+    boxed: Compiled = make_boxed_func(function)
     return boxed
 
 
@@ -169,3 +182,14 @@ def _by_placeholder(graph: fx.Graph, parameters: Mapping[int, torch.Tensor]) -> 
     """The same by the placeholders of AOTAutograd's graph, which say what input of the Dynamo graph they are."""
     positions = {node: getattr(node.meta.get("desc"), "idx", -1) for node in graph.find_nodes(op="placeholder")}
     return {node: parameters[position] for node, position in positions.items() if position in parameters}
+
+
+def _of_the_model(before: fx.Graph, after: fx.Graph) -> set[int]:
+    """Positions of the inputs of AOTAutograd's graph that Dynamo found to belong to the model, or marked as static."""
+    static = {
+        i
+        for i, node in enumerate(before.find_nodes(op="placeholder"))
+        if node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
+    }
+    placeholders = after.find_nodes(op="placeholder")
+    return {i for i, node in enumerate(placeholders) if getattr(node.meta.get("desc"), "idx", None) in static}

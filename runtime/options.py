@@ -9,6 +9,7 @@ from typing import Any
 
 from ..patterns import KINDS
 from .declarations import EncoderOnly
+from .graphs.replayed import graph_settings
 from .target import Target
 
 IN_PLACE = "in_place"
@@ -31,6 +32,8 @@ class Options:
             paths as in `model.named_modules()` ("layers.*.self_attn"; `*` stands for anything, dots too), or a function
             of a module's path and class. All attention within such a module loses the causal part of its mask, which
             changes what the model computes. Layers whose own `attn_type` is ENCODER_ONLY need not be named.
+        graphs: capture each graph and replay it; a dict of `buckets` for the one size that varies, and of `outputs`,
+            `max_graphs`, `warm_ups`, `check_padding`, `debug_poison`, as `GraphRunner` has them. By default, no graphs.
         target: the machine to compile for; by default the one this process runs on.
 
     Raises:
@@ -42,6 +45,7 @@ class Options:
     pack_weights: bool = True
     strict: bool = False
     encoder_only: EncoderOnly = ()
+    graphs: Mapping[str, Any] | None = None
     target: Target | None = None
 
     def __post_init__(self) -> None:
@@ -51,6 +55,8 @@ class Options:
         for kind in sorted(self.disable - set(_KINDS)):
             raise ValueError(f"Options.disable: unknown kind {kind!r}{_hint(kind, _KINDS)}; known: {', '.join(_KINDS)}")
         object.__setattr__(self, "encoder_only", _encoder_only(self.encoder_only))
+        if self.graphs is not None:
+            object.__setattr__(self, "graphs", graph_settings(self.graphs))
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Options:

@@ -494,6 +494,12 @@ class GraphRunner:
         workspace = sum(entry.graph.nbytes for entry in entries) - outputs
         return Memory(len(entries), self._memory.buffers.nbytes, outputs, workspace)
 
+    def invalidate(self) -> None:
+        """Has the next calls captured anew, after a change that isn't seen: of a number that the function reads."""
+        with self._lock:
+            if self._memory is not None:
+                self._memory.drop_all()
+
     def clear(self) -> None:
         """Drops all graphs and their memory, such as before weights are replaced by others of the same size."""
         with self._lock:

@@ -32,7 +32,7 @@ class Signature:
         self._known = {name for name, kind in kinds.items() if kind in (_EITHER, inspect.Parameter.KEYWORD_ONLY)}
         self._known |= set(self._positional)
         self._optional = {name for name, parameter in self.signature.parameters.items() if parameter.default is None}
-        self._by_position = {name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_ONLY}
+        self._by_position = tuple(name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_ONLY)
         if not self._open and not self._varying:
             for name in named:
                 if name not in self._known:
@@ -66,12 +66,11 @@ class Signature:
     def call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Calls the function with arguments by name."""
         by_keyword = dict(arguments)
-        varying = [name for name in arguments if name not in self._known and name.startswith("arg")]
-        if varying and self._varying:  # what comes before them has to be given by position too
-            before = [name for name in self._positional if name in by_keyword]
-            return function(*(by_keyword.pop(name) for name in (*before, *varying)), **by_keyword)
-        first = [by_keyword.pop(name) for name in self._positional if name in self._by_position and name in by_keyword]
-        return function(*first, **by_keyword)
+        varying = [name for name in arguments if self._varying and name not in self._known and name.startswith("arg")]
+        # What comes before the arguments of `*args` has to be given by position too.
+        before = self._positional if varying else self._by_position
+        by_position = [by_keyword.pop(name) for name in (*before, *varying) if name in by_keyword]
+        return function(*by_position, **by_keyword)
 
 
 _EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD

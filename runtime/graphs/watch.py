@@ -176,7 +176,7 @@ def _steps(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
         attributes = value.__dict__
         yield from (("item", attributes, name, child) for name, child in attributes.items() if name not in _TABLES)
         yield "fixed", value, "forward", type(value).forward
-    elif type(value).__module__.partition(".")[0] not in _OPAQUE:
+    elif type(value).__module__.partition(".")[0] not in _OPAQUE and not type(value).__module__.startswith(__package__):
         attributes = getattr(value, "__dict__", {})
         yield from (("item", attributes, name, child) for name, child in list(attributes.items()))
         for slot in _slots(type(value)):

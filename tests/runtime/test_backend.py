@@ -45,8 +45,8 @@ def test_takes_options_by_name() -> None:
         assert torch.equal(compiled(x), norm(x))
         with pytest.raises(Exception, match=r"unknown option 'disabel' \(did you mean 'disable'\?\); known: disable"):
             torch.compile(norm, backend="npu_fuse", options={"disabel": ()})(x)
-        with pytest.raises(Exception, match="unknown mode 'reduce-overhead'"):
-            torch.compile(norm, backend=npu_fuse.npu_fuse, mode="reduce-overhead")(x)
+        with pytest.raises(Exception, match="unknown mode 'max-autotune'"):
+            torch.compile(norm, backend=npu_fuse.npu_fuse, mode="max-autotune")(x)
 
 
 def test_options_and_settings_are_either_or() -> None:

@@ -1,0 +1,188 @@
+"""torch.compile with graphs: fused, captured, replayed; as eager in every call."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from transformers import StaticCache
+
+import npu_fuse
+from npu_fuse import Backend
+from tiny_models import build, prompt
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.rand(8))
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x):
+        h = self.linear(x)
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        self.count.add_(1)
+        return h, h + self.count
+
+
+def compiled(model, **settings):
+    torch._dynamo.reset()
+    backend = Backend(graphs=settings, strict=True)
+    return torch.compile(model, backend=backend), backend
+
+
+def assert_same(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def pair():
+    model = Normed()
+    return model, copy.deepcopy(model)
+
+
+@torch.no_grad()
+def test_calls_are_fused_and_replayed_and_kept_outputs_stay():
+    model, eager = pair()
+    function, backend = compiled(model)
+    kept = []
+    for _ in range(5):
+        x = torch.randn(3, 8)
+        kept.append((function(x), eager(x)))
+    for got, expected in kept:
+        assert_same(got, expected)
+    assert torch.equal(model.count, eager.count)
+    assert backend.report.count("rms_norm") == 1
+    (replayed,) = backend.runners
+    assert (replayed.runner.stats.captures, replayed.runner.stats.replays) == (1, 5)
+    assert replayed.runner.memory().inputs == 3 * 8 * 4  # parameters and buffers aren't copied
+
+
+@torch.no_grad()
+def test_sizes_that_vary_are_padded_to_buckets():
+    model, eager = pair()
+    torch._dynamo.reset()
+    backend = Backend(graphs={"buckets": [1, 2, 4, 8]}, strict=True)
+    function = torch.compile(model, backend=backend, dynamic=True)
+    for n in (3, 8, 2, 5, 4, 7, 9):
+        x = torch.randn(n, 8)
+        if n == 9:
+            with pytest.warns(UserWarning, match="larger than the largest bucket"):
+                assert_same(function(x), eager(x))
+        else:
+            assert_same(function(x), eager(x))
+    (replayed,) = backend.runners
+    stats = replayed.runner.stats
+    assert (stats.captures, stats.replays, stats.eager) == (3, 6, 1)
+    assert stats.padded_rows == 1 + 3 + 1
+
+
+def halved(model):
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+
+
+def data_replaced(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def assigned(model):
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [halved, data_replaced, assigned])
+def test_weights_change(change):
+    model, eager = pair()
+    function, backend = compiled(model)
+    for i in range(6):
+        if i in (2, 4):
+            change(model)
+            change(eager)
+        x = torch.randn(3, 8)
+        assert_same(function(x), eager(x))
+    stats = [replayed.runner.stats for replayed in backend.runners]
+    assert (sum(s.captures for s in stats) > 1) == (change is not halved)
+
+
+@torch.no_grad()
+def test_packed_weights_are_replayed_and_followed():
+    model = build("qwen3")
+    eager = copy.deepcopy(model)
+    function, backend = compiled(model)
+    for i in range(4):
+        if i == 2:
+            weight = torch.randn(64, 64) / 8
+            for m in (model, eager):
+                m.model.layers[0].self_attn.q_proj.weight.data = weight.clone()
+        ids = prompt() + i
+        got, expected = function(input_ids=ids, use_cache=False).logits, eager(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert backend.report.count("qkv", style="separate") == 2
+    assert [replayed.runner.stats.captures for replayed in backend.runners] == [2]
+
+
+@torch.no_grad()
+def test_a_decoder_over_a_static_cache():
+    model = build("qwen3", max_position_embeddings=512)
+    ids = prompt(batch=2, tokens=8)
+
+    def generate(step):
+        cache = StaticCache(config=model.config, max_cache_len=64)
+        token = model(input_ids=ids, cache=cache).logits[:, -1:].argmax(-1)
+        tokens = [token]
+        for i in range(30):
+            position = torch.full((2, 1), 8 + i)
+            tokens.append(step(input_ids=tokens[-1], cache=cache, position_ids=position).logits.argmax(-1))
+        return torch.cat(tokens, 1)
+
+    function, backend = compiled(model)
+    assert torch.equal(generate(function), generate(model))
+    assert sum(replayed.runner.stats.replays for replayed in backend.runners) == 30
+
+
+class Dropped(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(x, 0.5, training=True) * 0 + x
+
+
+@torch.no_grad()
+def test_a_graph_that_cannot_be_captured_runs_as_it_is():
+    torch._dynamo.reset()
+    function = torch.compile(Dropped(), backend="npu_fuse", mode="reduce-overhead")
+    x = torch.randn(3)
+    with pytest.warns(UserWarning, match="a graph runs without capture: .* draws random numbers"):
+        assert torch.equal(function(x), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(function(x), x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("arguments", [{"mode": "reduce-overhead"}, {"options": {"graphs": {"outputs": "clone"}}}])
+def test_by_name(arguments, monkeypatch):
+    made = []
+    original = npu_fuse.GraphRunner.__init__
+
+    def noted(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(npu_fuse.GraphRunner, "__init__", noted)
+    torch._dynamo.reset()
+    model, eager = pair()
+    function = torch.compile(model, backend="npu_fuse", **arguments)
+    for _ in range(3):
+        x = torch.randn(3, 8)
+        assert_same(function(x), eager(x))
+    assert [runner.stats.replays for runner in made] == [3]
+
+
+def test_settings_that_are_unknown():
+    with pytest.raises(ValueError, match=r"Options.graphs: unknown setting 'bucket'; known: buckets, outputs"):
+        Backend(graphs={"bucket": [1]})
+    with pytest.raises(ValueError, match="without a name"):
+        Backend(graphs={"buckets": {"batch": [1]}})
