@@ -76,5 +76,3 @@ def _settle(sites: dict[Match, Site]) -> None:
                 site.status, site.op, site.reason = sites[outer].status, sites[outer].op, sites[outer].reason
         elif match.kind == qkv.ROPE_THEN_NORM:
             site.reason = "the norm comes after the rotation; split_qkv_rmsnorm_rope norms before it"
-        elif match.kind not in LOWERINGS:
-            site.reason = "it is recognised; that an op takes its place is not built yet"

@@ -1,0 +1,126 @@
+"""The causal convolutions of hybrid models, tiny and random: all are found in each phase, with the state they keep."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import npu_fuse
+from helpers import same
+from npu_fuse.passes.report import Report
+from npu_fuse.runtime.conv_state import adopt
+from tiny_models import build, prompt
+
+OP = "npu_fuse::causal_conv1d_columns"
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+
+# Model: what its config takes besides, and how many convolutions its two layers have.
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "qwen3_next": ({**LINEAR, **MOE}, 1),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, 1),
+    "mamba2": ({"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16, "chunk_size": 8, "expand": 2}, 2),
+}
+
+
+def model(name: str) -> torch.nn.Module:
+    extra, _ = MODELS[name]
+    return build(name, torch.bfloat16, **extra)
+
+
+def states(cache: Any) -> list[torch.Tensor]:
+    layers = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
+    return [state for layer in layers for state in layer.conv_states.values()]
+
+
+def filled(net: torch.nn.Module) -> Any:
+    """A cache behind a prompt."""
+    cache = transformers.StaticCache(config=net.config, max_cache_len=64)
+    with torch.no_grad():
+        net(input_ids=prompt(), cache=cache, use_cache=True)
+    return cache
+
+
+def compiled(net: torch.nn.Module, **inputs: Any) -> Report:
+    torch._dynamo.reset()
+    backend = npu_fuse.Backend(strict=True)
+    with torch.no_grad():
+        torch.compile(net, backend=backend, fullgraph=True)(**inputs)
+    return backend.report
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("tokens", "mode"), [(16, "prefill"), (4, "prefill"), (1, "update")])
+def test_all_are_found_and_become_ops(name: str, tokens: int, mode: str) -> None:
+    net, count = model(name), MODELS[name][1]
+    cache = filled(net)
+    if tokens == 16:
+        cache.reset()
+    theirs = copy.deepcopy(cache)
+    adopt(cache)
+    ids = prompt(tokens=tokens)
+    report = compiled(net, input_ids=ids, cache=cache, use_cache=True)
+    assert report.count("causal_conv1d") == report.count("causal_conv1d", mode=mode) == count
+    assert report.count("causal_conv1d", updates_state=True, state=tokens != 16) == count
+    assert report.ops[OP] == count
+    with torch.no_grad():
+        net(input_ids=ids, cache=theirs, use_cache=True)
+    assert same(states(cache)[0], states(theirs)[0])  # later ones follow other roundings
+    for ours, wanted in zip(states(cache), states(theirs), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=5e-2, atol=5e-2)
+
+
+def test_a_state_in_other_memory_is_left_to_the_model() -> None:
+    net = model("lfm2")
+    report = compiled(net, input_ids=prompt(tokens=1), cache=filled(net), use_cache=True)
+    (site,) = [site for site in report.sites if site.kind == "causal_conv1d"]
+    assert site.status == "refused"
+    assert "conv_state.adopt" in site.reason
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_twenty_steps_keep_the_states_of_eager(name: str) -> None:
+    """Of the first layer, whose columns are eager's to the bit."""
+    net = model(name)
+    ours, theirs = filled(net), filled(net)
+    adopt(ours)
+    torch._dynamo.reset()
+    step = torch.compile(net, backend="npu_fuse", fullgraph=True)
+    for token in range(20):
+        ids = prompt(tokens=20)[:, token : token + 1]
+        with torch.no_grad():
+            step(input_ids=ids, cache=ours, use_cache=True)
+            net(input_ids=ids, cache=theirs, use_cache=True)
+        assert same(states(ours)[0], states(theirs)[0])
+
+
+def test_a_conformers_convolution_is_none() -> None:
+    config = transformers.Wav2Vec2ConformerConfig(
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=64,
+        conv_dim=(16,),
+        conv_stride=(5,),
+        conv_kernel=(10,),
+        num_feat_extract_layers=1,
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+        conv_depthwise_kernel_size=5,
+    )
+    torch.manual_seed(0)
+    net = transformers.Wav2Vec2ConformerModel(config).eval()
+    report = compiled(net, input_values=torch.randn(1, 400))
+    assert not report.count("causal_conv1d")
+    (miss,) = [site for site in report.sites if site.kind == "causal_conv1d"]
+    assert "2 columns ahead of the first of x: it is not causal" in miss.reason
