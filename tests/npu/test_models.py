@@ -29,3 +29,19 @@ def test_the_same_ops_are_reached_as_on_the_cpu(name: str) -> None:
     assert len(on_cpu) == 2
     assert all(on_cpu)
     assert on_fake_npu(fused_ops, model, token_ids) == on_cpu
+
+
+def launches(model: torch.nn.Module, token_ids: torch.Tensor) -> int:
+    """Compile a prompt; return its launches, calls that are no views."""
+    torch._dynamo.reset()
+    backend = npu_fuse.Backend(strict=True)
+    torch.compile(model, backend=backend, fullgraph=True)(input_ids=token_ids, use_cache=False)
+    return backend.report.launches_after
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_a_layer_has_at_most_ten_launches(name: str) -> None:
+    token_ids = torch.arange(16).reshape(2, 8)
+    two, three = (build(name, torch.bfloat16, num_hidden_layers=layers) for layers in (2, 3))
+    with torch.no_grad():
+        assert on_fake_npu(launches, three, token_ids) - on_fake_npu(launches, two, token_ids) <= 10
