@@ -66,7 +66,8 @@ class Copies:
         """Copies the arguments, and fills all that lies behind them."""
         for buffer in self._buffers:
             poison.poison(buffer)
-        torch._foreach_copy_(self._all_targets, [arguments[name] for name in self.names] + self._pads)
+        if self._all_targets:
+            torch._foreach_copy_(self._all_targets, [arguments[name] for name in self.names] + self._pads)
         if self._edges:
             torch._foreach_copy_(self._edge_targets, self._edges)
         for tail, value in self._poison:

@@ -68,14 +68,14 @@ class Trace:
 
     Attributes:
         calls: the ops in their order, if they were kept.
-        outside: the storages used that the run didn't make, each by one alias: inputs, parameters, state.
+        outside: the storages used that the run didn't make: inputs, parameters, state. Nobody is kept from moving them.
         written: keys of those that were written.
         made: the storages that the run made.
         lists: lists from the host that ops took and that can be renewed: the op, the argument, the value.
     """
 
     calls: list[Call] = field(default_factory=list)
-    outside: dict[int, torch.Tensor] = field(default_factory=dict)
+    outside: dict[int, StorageWeakRef] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
     made: dict[int, StorageWeakRef] = field(default_factory=dict)
     lists: list[tuple[str, str, Sequence[int]]] = field(default_factory=list)
@@ -87,17 +87,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # (torch has
     Args:
         keep: keep the ops and their tensors alive, for a replay on the host.
         undo: save what ops overwrite, for `restore`.
+        refuse: refuse what can't be replayed. A first run may do more than those after it, such as make a table.
 
     Raises:
         CaptureError: (inside) an op can't be replayed; see `_refuse`.
     """
 
-    def __init__(self, *, keep: bool = False, undo: bool = False) -> None:
+    def __init__(self, *, keep: bool = False, undo: bool = False, refuse: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
-        self._keep = keep
+        self._keep, self._refuse = keep, refuse
         self._undo: list[Callable[[], Any]] | None = [] if undo else None
         self._saved: set[tuple[Any, ...]] = set()
+
+    supports_higher_order_operators = True  # to refuse them in our words
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -118,7 +121,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # (torch has
         kwargs = dict(kwargs or {})
         if any(isinstance(value, FakeTensor) for value in _tensors((args, kwargs))):
             return func(*args, **kwargs)  # a compilation that goes on inside the run
-        _refuse(func, args, kwargs)
+        if self._refuse or not isinstance(func, torch._ops.OpOverload):
+            _refuse(func, args, kwargs)
         for name, value in taken_lists(func, args, kwargs):
             self.trace.lists.append((func._schema.name, name, value))
         before = [storage_key(tensor) for tensor in _tensors((args, kwargs))]
@@ -137,7 +141,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # (torch has
         fresh = tuple(isinstance(leaf, torch.Tensor) and storage_key(leaf) not in before for leaf in leaves)
         for leaf, new in zip(leaves, fresh, strict=True):
             if new and storage_key(leaf) not in self.trace.outside:
-                self.trace.made[storage_key(leaf)] = StorageWeakRef(leaf.untyped_storage())  # type: ignore[no-untyped-call]
+                self.trace.made[storage_key(leaf)] = _weak(leaf)
         if self._keep:
             results = tuple(tree_map(_alias, leaves))
             self.trace.calls.append(Call(func, seen_args, seen_kwargs, results, fresh, bool(written)))
@@ -147,7 +151,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # (torch has
         key = storage_key(tensor)
         made = self.trace.made.get(key)
         if (made is None or made.expired()) and key not in self.trace.outside:  # type: ignore[no-untyped-call]
-            self.trace.outside[key] = tensor.detach()
+            self.trace.outside[key] = _weak(tensor)
 
     def _save(self, func: Any, args: tuple[Any, ...], written: Sequence[torch.Tensor]) -> None:
         assert self._undo is not None
@@ -176,6 +180,11 @@ _ROWS: dict[Any, Callable[..., Callable[[], Any]]] = {
     torch.ops.aten.index_put_.default: _indexed_rows,
     torch.ops.aten.index_copy_.default: _selected_rows,
 }
+
+
+def _weak(tensor: torch.Tensor) -> StorageWeakRef:
+    """Keeps the name of a storage from being given to another, not its memory."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

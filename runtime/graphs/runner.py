@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from rich.progress import track
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..effects import register_known
@@ -48,7 +49,8 @@ class _Entry:
     Attributes:
         statics: what the function was called with, by name.
         written: names of inputs that it writes to.
-        kept: tensors that it reads and nobody watches, which have to stay where they are.
+        writes: storages that it writes to, those of inputs included.
+        kept: memory that it reads and nobody watches, which has to stay where it is.
         used: when it was last replayed.
         dropped: no longer to be replayed.
     """
@@ -57,7 +59,8 @@ class _Entry:
     outputs: Outputs
     statics: dict[str, Any]
     written: frozenset[str]
-    kept: list[torch.Tensor]
+    writes: set[int]
+    kept: list[torch.UntypedStorage]
     used: int = 0
     dropped: bool = False
 
@@ -184,7 +187,7 @@ class GraphRunner:
             if len(memory.plans) >= _MAX_PLANS:
                 memory.plans.clear()
             memory.plans[key] = plan
-        if plan.entry is None or plan.copies is None:
+        if plan.entry is None or plan.copies is None or (plan.entry.writes and _alias(plan, plan.entry, arguments)):
             self.stats.eager += 1
             return self._signature.call(self._function, arguments)
         return self._replay(memory, plan, plan.entry, plan.copies, arguments)
@@ -236,6 +239,8 @@ class GraphRunner:
     def _plan(self, memory: _Memory, arguments: dict[str, Any]) -> _Plan:
         self._check(memory, arguments)
         sizes = self._shapes.sizes(arguments)
+        if any(sizes[axis] == 0 for axis in sizes if axis in self._buckets.axes):
+            return _Plan()  # there is no row to pad with, nor much to compute
         bucket = self._buckets.fit(sizes)
         if bucket is None:
             self._warn(f"a call of sizes {sizes} is larger than the largest bucket; it runs without a graph, as will "
@@ -274,6 +279,8 @@ class GraphRunner:
                     raise ValueError(f"GraphRunner: {name!r} is {value.dtype}, and its InputSpec wants {spec.dtype}")
                 if value.device != memory.device and (spec.static or not spec.convert):
                     raise ValueError(f"GraphRunner: {name!r} is on {value.device}, and its graphs on {memory.device}")
+                if is_traceable_wrapper_subclass(value):
+                    raise ValueError(f"GraphRunner: {name!r} is a {type(value).__name__}, whose memory is not its own")
                 if value.layout is not torch.strided:
                     raise ValueError(
                         f"GraphRunner: {name!r} has the layout {value.layout}; only strided memory is copied"
@@ -338,7 +345,7 @@ class GraphRunner:
         if key in memory.trims:
             return memory.trims[key]
         exact = {name: self._converted(memory, name, value) for name, value in arguments.items()}
-        small = self._observed(memory, exact)
+        small = self._observed(memory, exact, refuse=False)
         statics = self._statics(memory, arguments, bucket)
         large = self._loaded(memory, arguments, statics)
         trims = read_shapes(small, large, sizes, bucket)
@@ -380,9 +387,9 @@ class GraphRunner:
 
     # Runs of the function that aren't calls
 
-    def _observed(self, memory: _Memory, arguments: Mapping[str, Any]) -> Any:
+    def _observed(self, memory: _Memory, arguments: Mapping[str, Any], refuse: bool = True) -> Any:
         """What the function returns; nothing stays of the run."""
-        recorder = Recorder(undo=True)
+        recorder = Recorder(undo=True, refuse=refuse)
         with _capturing():
             try:
                 with memory.backend.warm_up(), recorder:
@@ -414,8 +421,8 @@ class GraphRunner:
         Copies(self._shapes, arguments, statics).load(arguments)
         lists = {spec.host: statics[name] for name, spec in self._shapes.specs.items() if spec.host and name in statics}
         memory.add_roots(arguments.values())
-        for _ in range(self._warm_ups):
-            self._observed(memory, statics)
+        for i in range(self._warm_ups):
+            self._observed(memory, statics, refuse=i == self._warm_ups - 1)
         with _capturing():
             run = functools.partial(self._signature.call, self._function, statics)
             captured = memory.backend.capture(run, lists)
@@ -426,8 +433,11 @@ class GraphRunner:
         memory.watch.add(set(captured.trace.outside) - set(keys.values()))
         written = frozenset(name for name, key in copied.items() if key in captured.trace.written)
         watched = memory.watch.watched()
-        kept = [tensor for key, tensor in captured.trace.outside.items() if key not in watched]
-        return _Entry(captured.graph, Outputs(captured, own, copied.values(), self._mode), statics, written, kept)
+        others = [reference for key, reference in captured.trace.outside.items() if key not in watched]
+        kept = [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in others]
+        writes = captured.trace.written & captured.trace.outside.keys()
+        outputs = Outputs(captured, own, copied.values(), self._mode)
+        return _Entry(captured.graph, outputs, statics, written, writes, kept)
 
     # Ahead of time
 
@@ -556,6 +566,15 @@ def _capturing() -> Iterator[None]:
 def _parameters(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
     module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return iter(module.parameters()) if isinstance(module, nn.Module) else iter(())
+
+
+def _alias(plan: _Plan, entry: _Entry, arguments: Mapping[str, Any]) -> bool:
+    """Whether the graph writes memory that two arguments share, or an argument and state: copies wouldn't share it."""
+    keys = [storage_key(value) for value in arguments.values() if isinstance(value, torch.Tensor)]
+    if len(keys) != len(set(keys)) and plan.written:
+        return True
+    assert plan.copies is not None
+    return any(storage_key(arguments[name]) in entry.writes for name in plan.copies.names)
 
 
 def _is_float(value: Any) -> bool:

@@ -14,7 +14,8 @@ class Stats:
         recaptures: those whose graph was dropped before because memory that it used had moved.
         evictions: graphs dropped for `max_graphs`.
         replays: calls served by a replay.
-        eager: calls run as they are, larger than the largest bucket or inside another capture.
+        eager: calls run as they are: without rows or larger than the largest bucket, inside another capture, or with
+            arguments that share memory which the function writes.
         unpadded: calls served at their own size, because padding would have changed their result.
         rows, padded_rows: rows of padded axes in all replays, and how many of them were padding.
         moved_outputs: outputs that a caller still held when the next replay needed their memory.

@@ -42,6 +42,20 @@ def test_a_call_larger_than_the_largest_runs_eagerly_with_one_notice():
     assert runner.stats.replays == 2
 
 
+def test_no_rows_are_no_rows():
+    runner = GraphRunner(row_wise, buckets=[2], inputs=ROWS)
+    assert_eager(runner, row_wise, 0)
+    assert runner.stats.eager == 1
+
+
+def test_no_inputs():
+    weight = torch.randn(3)
+    runner = GraphRunner(lambda: weight * 2)
+    for _ in range(2):
+        assert torch.equal(runner(), weight * 2)
+        weight.add_(1)
+
+
 def test_an_output_dim_that_equals_a_bucket_by_chance_is_no_batch():
     def function(x):
         return x * 1, torch.ones(4, 8), x.new_ones(3)

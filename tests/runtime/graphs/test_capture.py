@@ -41,7 +41,7 @@ def masked(x):
 
 def masked_write(x):
     y = x.clone()
-    y[y > 0] = y[y > 0] if False else torch.ones(8)
+    y[y > 0] = torch.ones(7)
     return y
 
 
@@ -73,6 +73,14 @@ def test_refused(function, op, reason):
     lines, start = inspect.getsourcelines(function)
     assert __file__ in message
     assert any(f"line {start + i}," in message for i in range(len(lines)))
+
+
+def test_a_branch_that_the_data_choose_is_refused():
+    def function(x):
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+    with pytest.raises(CaptureError, match="cond is a higher-order op"):
+        GraphRunner(function)(torch.ones(3))
 
 
 def dropout_in_eval(x):

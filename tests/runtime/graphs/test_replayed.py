@@ -109,6 +109,7 @@ def test_weights_change(change):
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("error:npu_fuse")  # such as that weights can't be packed
 def test_packed_weights_are_replayed_and_followed():
     model = build("qwen3")
     eager = copy.deepcopy(model)

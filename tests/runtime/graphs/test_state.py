@@ -139,6 +139,59 @@ def test_a_tensor_that_the_function_keeps_for_later_is_refused():
 
 
 @torch.no_grad()
+def test_arguments_that_share_memory_which_is_written():
+    def function(x, y):
+        x.mul_(2)
+        return x + y
+
+    runner, base = GraphRunner(function), torch.arange(6.0)
+    for i, j in ((0, 3), (0, 0), (3, 0), (0, 1)):
+        mine, its = base.clone(), base.clone()
+        assert torch.equal(runner(mine[i : i + 3], mine[j : j + 3]), function(its[i : i + 3], its[j : j + 3]))
+        assert torch.equal(mine, its)
+    runner = GraphRunner(lambda x, y: x + y)  # writes nothing
+    runner(base, base)
+    assert runner.stats.replays == 1
+
+
+@torch.no_grad()
+def test_an_argument_that_is_a_row_of_the_cache():
+    def make():
+        cache = torch.arange(6.0)
+
+        def function(x):
+            cache.add_(1)
+            return x * 1
+
+        return cache, function
+
+    cache, function = make()
+    runner = GraphRunner(function)
+    its, eager = make()
+    for _ in range(2):
+        assert torch.equal(runner(torch.ones(2)), eager(torch.ones(2)))
+        assert torch.equal(runner(cache[2:4]), eager(its[2:4]))
+    assert (runner.stats.replays, runner.stats.eager) == (2, 2)
+
+
+@torch.no_grad()
+def test_a_table_made_in_the_first_run_may_be_made_in_any_way():
+    class Tabled(nn.Module):
+        table = None
+
+        def forward(self, x):
+            if self.table is None:
+                self.table = torch.rand(5)[torch.rand(5) > 0.2].sum().item() * torch.ones(3)
+            return x * self.table
+
+    model = Tabled()
+    runner = GraphRunner(model)
+    for _ in range(3):
+        x = torch.randn(3)
+        assert torch.equal(runner(x), x * model.table)
+
+
+@torch.no_grad()
 def test_a_memory_passed_as_it_is_is_not_copied_and_other_memory_is_captured_anew():
     def function(x, cache):
         cache.mul_(0.5).add_(x)
