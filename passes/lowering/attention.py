@@ -15,7 +15,7 @@ from torch import fx
 from ...patterns import values
 from ...patterns.attention import Attention
 from ...patterns.match import Match
-from ...patterns.movement import permutation
+from ...patterns.movement import ROW_MAJOR_VIEWS, permutation
 from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import is_contiguous, known_true
 from ..rewriter import Edit, Refused
@@ -165,9 +165,15 @@ def _copies_of_swapped(node: fx.Node) -> list[fx.Node]:
     """The contiguous copies of a node with heads and tokens swapped, where it has no other user."""
     found = []
     for user in node.users:
-        if permutation(user) != _SWAPPED or any(not _is_contiguous_copy(copy) for copy in user.users):
+        if user.target in ROW_MAJOR_VIEWS and values.same_shape(values.shape(user), values.shape(node)):
+            copies = _copies_of_swapped(user)
+        elif permutation(user) == _SWAPPED and all(map(_is_contiguous_copy, user.users)):
+            copies = list(user.users)
+        else:
+            copies = []
+        if not copies:
             return []
-        found += list(user.users)
+        found += copies
     return found
 
 

@@ -34,7 +34,8 @@ def test_the_same_ops_are_reached_as_on_the_cpu(name: str) -> None:
 def launches(model: torch.nn.Module, token_ids: torch.Tensor) -> int:
     """Compile a prompt; return its launches, calls that are no views."""
     torch._dynamo.reset()
-    backend = npu_fuse.Backend(strict=True)
+    target = npu_fuse.Target("ascend910b", "npu", {"sgl_kernel_npu": "2026.8.21"})
+    backend = npu_fuse.Backend(strict=True, target=target)
     torch.compile(model, backend=backend, fullgraph=True)(input_ids=token_ids, use_cache=False)
     return backend.report.launches_after
 
