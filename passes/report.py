@@ -130,7 +130,10 @@ class Report:
         missed = sum(site.status == "missed" for site in self.sites)
         ops = ", ".join(f"{count} {name}" for name, count in self.ops.most_common()) or "no fused ops"
         launches = f"{self.launches_before} launches became {self.launches_after}"
-        return f"{ops}; {launches}; {refused} sites refused, {missed} near misses; {self.seconds * 1e3:.0f} ms"
+        changed = sum(site.change is not None for site in self.sites)
+        declared = f"; {changed} changed as the model declares" if changed else ""
+        left = f"{refused} sites refused, {missed} near misses{declared}"
+        return f"{ops}; {launches}; {left}; {self.seconds * 1e3:.0f} ms"
 
     def __repr__(self) -> str:
         return f"<Report of {self.graphs} graph{'s' * (self.graphs != 1)}: {self.summary()}>"

@@ -89,9 +89,12 @@ class Owners:
 
 def _compiled(frame: Any) -> Owner | None:
     """The module whose method a frame is: it stands on no node."""
-    first = frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""
+    code = frame.f_code
+    first = code.co_varnames[0] if code.co_argcount else ""
     module = frame.f_locals.get(first)
-    return Owner("", type(module), module, LocalSource(first)) if isinstance(module, nn.Module) else None
+    if isinstance(module, nn.Module) and hasattr(type(module), code.co_name):
+        return Owner("", type(module), module, LocalSource(first))
+    return None
 
 
 def _guarded(context: TracingContext, output: Any, names: set[str]) -> Iterator[tuple[str, tuple[nn.Module, Source]]]:

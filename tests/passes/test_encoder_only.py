@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # its usual name
 
 from helpers import Compiled, compiled
-from npu_fuse import Backend, Options, Site
+from npu_fuse import Backend, Options, Site, Target
 
 Tensor = torch.Tensor
 HEADS, KV_HEADS, TOKENS, HEAD_DIM = 4, 2, 6, 16
@@ -252,6 +252,47 @@ def test_the_compiled_module_may_declare_itself() -> None:
     torch.testing.assert_close(found.output, attention(x, None))
     (site,) = sites(found)
     assert site.params["declared"] == "attn_type of the compiled module is encoder_only"
+
+
+def test_a_function_of_a_module_is_no_method_of_it() -> None:
+    attention, x = Attention(), tokens()
+    attention.attn_type = "encoder_only"
+
+    def beside(module: nn.Module, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True) + (0 if module.training else 1)
+
+    found = compiled(beside, attention, x)
+    torch.testing.assert_close(found.output, beside(attention, x))
+    assert not sites(found)
+
+
+def test_a_layer_that_runs_twice_is_freed_twice() -> None:
+    class Twice(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[1](super().forward(x), self.mask(x))
+
+    model, x = declared(Twice(causal)), tokens()
+    found = compiled(model, x)
+    torch.testing.assert_close(found.output, model.layers[1](model.wanted(x, None), None))
+    assert [(site.status, site.module) for site in sites(found)] == [("lowered", "layers.1.attn")] * 2
+
+
+def test_behind_a_graph_break_a_layer_is_found_still() -> None:
+    class Broken(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x, "flag")
+            torch._dynamo.graph_break()
+            return self.layers[1](x, "flag")
+
+    torch._dynamo.reset()
+    model, x, backend = declared(Broken(flag)), tokens(), Backend(strict=True)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=backend)(x), model.wanted(x, None))
+    assert backend.report.summary().count("1 changed as the model declares") == 1
+
+
+def test_a_host_frees_too() -> None:
+    check(declared(Model(causal)), tokens(), None, target=Target("host"))
 
 
 def test_layers_of_one_class_that_are_compiled_alone_do_not_share_a_graph() -> None:
