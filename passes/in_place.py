@@ -11,6 +11,7 @@ place in it by offset, sizes and strides.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations
 from typing import Any
@@ -55,6 +56,9 @@ class _InPlace:
         self.settled: set[fx.Node] = set()
         # Where the values lay that are found at these nodes now.
         self.moved: dict[fx.Node, frozenset[int]] = {}
+        self.holders: dict[int, set[fx.Node]] = {}
+        for node in rewriter.graph.nodes:
+            self._hold(node)
 
     def run(self) -> Iterator[Site]:
         for node in list(self.rewriter.graph.nodes):
@@ -91,6 +95,7 @@ class _InPlace:
             left = _memory_of(candidate.results)
             candidate.apply(self.rewriter)
             self._move((*candidate.bases, candidate.node), left)
+            self._hold(candidate.node)
         if candidate.copies and is_input and site.reason != _NOT_ITS_OWN:
             yield site
 
@@ -98,12 +103,22 @@ class _InPlace:
         for node in nodes:
             self.moved[node] = self.moved.get(node, frozenset()) | left
 
+    def _hold(self, node: fx.Node) -> None:
+        for storage in storages(node):
+            self.holders.setdefault(storage, set()).add(node)
+
+    def _readers(self, memory: frozenset[int], behind: fx.Node) -> list[fx.Node]:
+        """The nodes behind one that read a memory, in graph order."""
+        holders = {node for storage in memory for node in self.holders.get(storage, ()) if not node._erased}
+        return sorted({user for node in holders for user in node.users if user > behind})
+
     def _follow(self, node: fx.Node) -> None:
         """A view of what lies elsewhere now lies there too."""
         lay = storages(node)
         if any(lay & self.moved.get(n, frozenset()) for n in node.all_input_nodes):
             self._move([node], lay)
             node.meta["val"] = self.rewriter.fake(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+            self._hold(node)
 
     def _drop_if_done(self, node: fx.Node) -> None:
         """Takes out a scatter or an epilogue that puts a value where it lies anyway."""
@@ -162,39 +177,39 @@ class _InPlace:
                 raise Refused(f"the new value has other strides than the buffer: {new} and {old}")
             places[result] = value(base)
         settled: set[fx.Node] = set()
-        is_over = is_final = False
-        for node in _behind(candidate.node):
-            if is_over:
-                if _memory_of(places) & _memory_of(self._read_by(node)) and (node.op == "output" or not is_final):
-                    raise Refused("the new value is given back as a tensor of its own")
-            elif node is epilogue:
-                if memory in storages(node.args[1]):
-                    raise Refused(_NOT_ITS_OWN)
-                is_over, is_final = True, self._is_done(node, places)
-            elif node.target in PUTS and self._is_done(node, places) and _may_lie(node, node.args[0]):
-                places[node] = places.get(node.args[0], value(node.args[0]))  # type: ignore[arg-type]  # a node
+        is_final = False
+        pending = self._readers(_memory_of(places) | {memory}, behind=candidate.node)
+        while pending:
+            node = heapq.heappop(pending)
+            if node is epilogue:
+                is_final = self._is_done(node, places)
+                self._judge_end(node, memory, _memory_of(places), is_final)
+                break
+            if node.target in PUTS and self._is_done(node, places) and _may_lie(node, node.args[0]):
+                places[node] = self._place(node.args[0], places)  # type: ignore[arg-type]  # a node
                 settled.add(node)
-            elif memory in _memory_of(node.all_input_nodes):
-                if memory not in storages(node) or not is_pure(node):  # what reads a view is judged itself
-                    raise Refused(f"the old value is read later, by {_name(node)}")
-            elif node.args and node.args[0] in places and isinstance(values.tensor(node), torch.Tensor):
-                self._place_view(node, places)
+                for reader in self._readers(storages(node), behind=node):
+                    heapq.heappush(pending, reader)
+            elif memory in _memory_of(node.all_input_nodes) and not (memory in storages(node) and is_pure(node)):
+                raise Refused(f"the old value is read later, by {_name(node)}")  # what reads a view is judged itself
+        else:
+            if epilogue is not None:
+                raise Refused(_NOT_ITS_OWN)
         if epilogue is not None and not (candidate.copies or is_final or settled):
             raise Refused("the buffer gets another value in the end")
         return settled
 
-    def _place_view(self, node: fx.Node, places: dict[fx.Node, torch.Tensor]) -> None:
-        """Notes where a view of a new value will lie."""
-        of = node.args[0]
-        assert isinstance(of, fx.Node)
-        if storages(node) == storages(of) and is_pure(node):
-            places[node] = self.rewriter.fake(node.target, (places[of], *node.args[1:]), node.kwargs)  # type: ignore[arg-type]
+    def _judge_end(self, epilogue: fx.Node, memory: int, new: frozenset[int], is_final: bool) -> None:
+        """Behind its last value no other is read that lay in a buffer, and the caller gets none of them."""
+        if memory in storages(epilogue.args[1]):
+            raise Refused(_NOT_ITS_OWN)
+        for node in self._readers(new, behind=epilogue):
+            if not is_final or (node.op == "output" and new & _memory_of(self._returned(node))):
+                raise Refused("the new value is given back as a tensor of its own")
 
-    def _read_by(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs of a node; of the output, those that aren't made anew, as views of inputs, by AOTAutograd."""
-        if node.op != "output":
-            return node.all_input_nodes
-        given: Any = node.args[0]
+    def _returned(self, output: fx.Node) -> list[fx.Node]:
+        """What the caller gets, but for views of inputs, which AOTAutograd makes anew."""
+        given: Any = output.args[0]
         context = torch._guards.TracingContext.try_get()
         metadata = context.fw_metadata if context is not None else None
         infos = metadata.output_info if metadata is not None else []
@@ -210,9 +225,22 @@ class _InPlace:
         base, part = node.args[:2]
         if not isinstance(base, fx.Node) or not isinstance(part, fx.Node):
             return False
-        whole = places.get(base, value(base))
+        whole = self._place(base, places)
         target = view_of(node, whole, self.rewriter) if node.target in PUTS else whole
-        return same_place(target, places.get(part, value(part)))
+        return same_place(target, self._place(part, places))
+
+    def _place(self, node: fx.Node, places: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
+        """Where a value lies, or will lie: a new value by `places`, and a view of it there."""
+        if node in places:
+            return places[node]
+        of = node.args[0] if node.args else None
+        if not isinstance(of, fx.Node) or values.tensor(of) is None or storages(of) != storages(node):
+            return value(node)
+        whole = self._place(of, places)
+        if whole is value(of):
+            return value(node)
+        place: torch.Tensor = self.rewriter.fake(node.target, (whole, *node.args[1:]), node.kwargs)  # type: ignore[arg-type]
+        return place
 
 
 def _may_lie(result: object, base: object) -> bool:
@@ -284,11 +312,6 @@ def _epilogues(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         if isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder":
             found.setdefault(node.args[0], []).append(node)
     return {buffer: copies[0] for buffer, copies in found.items() if len(copies) == 1}
-
-
-def _behind(node: fx.Node) -> Iterator[fx.Node]:
-    while (node := node.next).op != "root":
-        yield node
 
 
 def _memory_of(nodes: Iterable[fx.Node | None]) -> frozenset[int]:

@@ -6,6 +6,7 @@ changed. A `Write` is such a node, and knows the call that it was.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -244,6 +245,7 @@ def _by_name(node: fx.Node, op: OpOverload) -> dict[str, Any]:
     return {**dict(zip((a.name for a in op._schema.arguments), node.args, strict=False)), **node.kwargs}
 
 
+@functools.cache
 def _in_place(op: OpOverload) -> OpOverload | None:
     """The op that does the same to its first argument: named with an underscore, by torch's convention."""
     found = _counterpart(op, f"{op._schema.name.partition('::')[2]}_")
@@ -253,6 +255,7 @@ def _in_place(op: OpOverload) -> OpOverload | None:
     return found if declared_writes(found) == (op._schema.arguments[0].name,) and returns == ["Tensor"] else None
 
 
+@functools.cache
 def _mutating(op: OpOverload) -> OpOverload | None:
     """The op of which this is the functional form: torch_npu's end in `_functional`, and give new values last."""
     name = op._schema.name.partition("::")[2]
