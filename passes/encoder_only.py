@@ -18,6 +18,7 @@ from torch import fx
 from ..patterns import attention, values
 from ..patterns.attention import Attention
 from ..patterns.mask import Mask
+from ..patterns.masks.band import EVERYTHING
 from ..patterns.match import Findings, Match
 from ..patterns.preserved import original
 from ..runtime.declarations import Declaration, Declarations
@@ -220,9 +221,22 @@ def _described_at(node: fx.Node, findings: Findings) -> str:
     return _described(now.mask) if isinstance(now, Attention) else "not known"
 
 
+# Their names say all that they hide.
+_NAMED = frozenset(
+    {"none", "causal_flag", "all_true", "causal", "causal_offset", "causal_static_cache", "decode_prefix"}
+)
+
+
 def _described(mask: Mask) -> str:
-    band = mask.visibility.band if mask.visibility is not None else None
-    return f"{mask.kind} ({band})" if band is not None and band.lower is not None else mask.kind
+    """The kind, and what a query sees where that doesn't say it."""
+    seen = mask.visibility
+    if seen is None or mask.kind in _NAMED:
+        return mask.kind
+    parts = [str(seen.band)] if seen.band != EVERYTHING else []
+    parts += ["no padding"] if seen.padding is not None else []
+    parts += ["its own sequence"] if seen.segments is not None else []
+    parts += [f"its own chunk of {seen.chunk}"] if seen.chunk is not None else []
+    return f"{mask.kind} ({', '.join(parts)})"
 
 
 def _freed(match: Match, edit: Edit) -> fx.Node:

@@ -372,7 +372,8 @@ def test_padding_stays_hidden() -> None:
         tokens(),
         keep[:, None, None, :].expand(2, 1, 6, 6),
     )
-    assert site.params["old_mask"] == "per_batch_or_head"
+    assert site.params["old_mask"] == "per_batch_or_head (key <= query + 0, no padding)"
+    assert site.params["new_mask"] == "per_batch_or_head (no padding)"
 
 
 def test_padding_stays_hidden_in_a_window() -> None:
