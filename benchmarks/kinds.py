@@ -33,6 +33,12 @@ class Kind:
         return npu_fuse.Report(sites=lowered).count(self.name, **self.params)
 
 
+# Classes of masks, as they arrive in a compiled graph.
+MASKS = (
+    *("none", "all_true", "causal_flag", "causal", "causal_offset", "causal_static_cache", "decode_prefix"),
+    *("sliding_causal", "sliding_bidirectional", "per_batch_or_head", "bias"),
+)
+
 # By the names that true_sites.json uses. A kind that it has counts for is added by one line.
 KINDS: dict[str, Kind] = {
     "rms_norm": Kind("rms_norm"),
@@ -53,6 +59,8 @@ KINDS: dict[str, Kind] = {
     "qkv:fused": Kind("qkv", {"style": "fused"}),
     "causal_conv1d:prefill": Kind("causal_conv1d", {"mode": "prefill"}),
     "causal_conv1d:update": Kind("causal_conv1d", {"mode": "update"}),
+    "attention": Kind("attention"),
+    **{f"attention:{mask}": Kind("attention", {"mask": mask}) for mask in MASKS},
 }
 
 # The kinds that the headline speaks of.
@@ -155,6 +163,39 @@ NOTES: tuple[Note, ...] = (
         ),
         ("qkv:separate", "qkv:fused"),
         "the kind is a projection whose q and k are rotated; this model rotates nothing",
+    ),
+    Note(
+        ("bloom", "deberta-v2"),
+        tuple(f"attention:{mask}" for mask in MASKS),
+        "attention is written out in the layer, and the truth has no class for the masks of such",
+        is_right=True,
+    ),
+    Note(
+        ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "falcon_h1", "bamba"),
+        ("attention:causal_offset", "attention:causal_static_cache"),
+        "the length of the cache is read at run time; that it was empty, so that the offset was 0, only the call shows",
+        phases=("prefill_cached",),
+    ),
+    Note(
+        ("diffusers_ltx",),
+        ("attention:all_true", "attention:bias"),
+        "the mask is an input of the graph; that all of it was True only the call shows",
+    ),
+    Note(
+        ("siglip_vision_model",),
+        ("attention", "attention:none"),
+        "the head that pools attends too, by nn.MultiheadAttention (modeling_siglip.py:621)",
+        is_right=True,
+    ),
+    Note(
+        ("longcat_flash",),
+        ("attention", *(f"attention:{mask}" for mask in MASKS)),
+        "graph breaks: the mask of a layer arrives as an input of its graph, and layers that are alike run one graph",
+    ),
+    Note(
+        ("qwen2_vl_vision", "qwen2_5_vl_vision"),
+        ("attention", *(f"attention:{mask}" for mask in MASKS)),
+        "graph breaks: lengths.tolist() (modeling_qwen2_vl.py:403) splits each layer, and both layers run one graph",
     ),
     Note(
         ("dinov3_vit", "sapiens2"),

@@ -23,10 +23,16 @@ def test_counts_peers_and_differences_are_shown(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert "5/5→2" in printed
     assert "2/2→0" in printed
-    assert "cpu: prefill decode" in printed
+    assert "cpu: prefill " in printed
+    assert "cpu: decode " in printed
     assert "5 rope" in printed
     assert "2e-07" in printed
     assert "100.0%" in printed
+
+
+def test_phases_that_are_alike_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_tables({"cpu": [perfect("bloom"), perfect("bloom", "decode")]}) == 0
+    assert "cpu: prefill decode" in capsys.readouterr().out
 
 
 def test_a_peer_that_failed_is_told_from_one_that_found_nothing(capsys: pytest.CaptureFixture[str]) -> None:
