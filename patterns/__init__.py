@@ -21,6 +21,7 @@ from . import (
     group_norm_silu,
     grouped_moe_gating,
     kv_cache_write,
+    latent_cache_write,
     moe_gating,
     norm_cast,
     norm_quant,
@@ -73,6 +74,7 @@ RULES: tuple[Rule, ...] = (
     Rule(paged_attention.KIND, paged_attention.match),
     Rule(causal_conv1d.KIND, causal_conv1d.match),
     Rule(kv_cache_write.KIND, kv_cache_write.match),
+    Rule(latent_cache_write.KIND, latent_cache_write.match),
 )
 KINDS: tuple[str, ...] = tuple(rule.kind for rule in RULES)
 

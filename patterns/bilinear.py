@@ -8,7 +8,7 @@ its imaginary part. Sizes are small stand-ins for the real ones, so the cost doe
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..runtime.sizes import Size, known_equal, static_int
 from . import values
 from .canonical import Canonicaliser
 from .match import Findings
-from .movement import Sizes, concrete, is_movement, source
+from .movement import Sizes, concrete, is_movement, permutation, source
 
 aten = torch.ops.aten
 
@@ -272,7 +272,7 @@ def _picks_along_leading_axes(f: Formula) -> bool:
     """Whether elements may be picked by number along another axis than x's last: at other sizes, others are picked."""
     leading = values.shape(f.x)[:-1]
     for node in f.nodes:
-        if node.target in _PERMUTATIONS:
+        if node.target in _PERMUTATIONS and not _keeps_leading_axes(node, leading):
             return True
         if node.target in _PICKS and not _takes_all(node):
             shape = values.shape(source(node))
@@ -282,6 +282,16 @@ def _picks_along_leading_axes(f: Formula) -> bool:
             if not values.same_shape(leading, shape[: len(leading)]):
                 return True
     return False
+
+
+def _keeps_leading_axes(node: fx.Node, leading: Sequence[Size]) -> bool:
+    """Whether a permutation is of axes that x's last axis was cut into."""
+    order, kept = permutation(node), len(leading)
+    return (
+        order is not None
+        and order[:kept] == tuple(range(kept))
+        and values.same_shape(leading, values.shape(node)[:kept])
+    )
 
 
 def _takes_all(node: fx.Node) -> bool:

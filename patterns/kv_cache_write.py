@@ -6,12 +6,13 @@ value_cache[slots] = value
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import fx
 
-from ..runtime.sizes import static_int
+from ..runtime.sizes import Size, static_int
 from . import values
 from .canonical import Canonicaliser
 from .match import Findings, Match
@@ -113,10 +114,14 @@ def in_blocks(base: fx.Node, indices: int) -> fx.Node | None:
     """A cache as [blocks, block_size, *row]: what is written by so many indices, or what that is a view of; or None."""
     if indices == 2:
         return base
-    row = values.shape(base)[1:]
+    row = _without_units(values.shape(base)[1:])
     while base.target in ROW_MAJOR_VIEWS:
         base = source(base)
         shape = values.shape(base)
-        if len(shape) == len(row) + 2 and values.same_shape(shape[2:], row):
+        if len(shape) in (3, 4) and values.same_shape(_without_units(shape[2:]), row):
             return base
     return None
+
+
+def _without_units(shape: Sequence[Size]) -> list[Size]:
+    return [size for size in shape if static_int(size) != 1]

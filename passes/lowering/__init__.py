@@ -13,6 +13,7 @@ from ...patterns import glu as glu_pattern
 from ...patterns import group_norm_silu as group_norm_silu_pattern
 from ...patterns import grouped_moe_gating as grouped_moe_gating_pattern
 from ...patterns import kv_cache_write as kv_cache_write_pattern
+from ...patterns import latent_cache_write as latent_cache_write_pattern
 from ...patterns import moe_gating as moe_gating_pattern
 from ...patterns import norm_cast as norm_cast_pattern
 from ...patterns import norm_quant as norm_quant_pattern
@@ -33,6 +34,7 @@ from . import (
     glu,
     group_norm_silu,
     kv_cache_write,
+    latent_cache_write,
     moe_gating,
     norm_cast,
     norm_quant,
@@ -50,6 +52,7 @@ Lowering = Callable[[Match, Edit], OpContract]
 LOWERINGS: Mapping[str, Lowering] = {
     paged_attention_pattern.KIND: paged_attention.lower,
     attention_pattern.KIND: attention.lower,
+    latent_cache_write_pattern.KIND: latent_cache_write.lower,
     kv_cache_write_pattern.KIND: kv_cache_write.lower,
     qkv_pattern.KIND: qkv.lower,
     qk_rope_pattern.KIND: qk_rope.lower,

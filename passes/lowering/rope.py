@@ -55,15 +55,8 @@ def _rotate(match: Match, p: Rope, edit: Edit, contract: OpContract) -> None:
 def _take_apart(match: Match, p: Rope, edit: Edit, contract: OpContract) -> None:
     """Pairs of neighbours are taken apart by the op itself, whose axes are batch, heads, tokens, dim."""
     x = edit.current(match.inputs["x"])
-    rank = len(values.shape(x))
-    head_axis = _head_axis(match, rank)
-    tokens = [axis for axis in range(rank - 1) if axis != head_axis]
-    roles: list[Role] = [tokens.index(axis) if axis in tokens else "head" for axis in range(rank - 1)]
-    sizes = edit.sizes(x)
-    leading = [sizes[axis] for axis in tokens]
-    tables = TokenTables(
-        match.inputs, p, p.table_dim != p.rope_dim, None, (*roles, "dim"), (*roles, "dim"), leading, edit
-    )
+    rank, sizes = len(values.shape(x)), edit.sizes(x)
+    tables, head_axis = token_tables(match, edit)
     if rank == 4 and head_axis == 1:
         shape = [sizes[0], sizes[1], sizes[2], p.rope_dim]
         table_shape: list[int | fx.Node] = [sizes[0], 1, sizes[2], p.rope_dim]
@@ -78,6 +71,25 @@ def _take_apart(match: Match, p: Rope, edit: Edit, contract: OpContract) -> None
     turned = edit.op(contract, x=part, cos=cos, sin=sin)
     turned = edit.view(turned, [*sizes[:-1], p.rope_dim])
     edit.replace(match.node, with_rest(turned, x, p, edit))
+
+
+def token_tables(match: Match, edit: Edit) -> tuple[TokenTables, int]:
+    """The tables of a rotation, token by token, and the axis of x that counts heads.
+
+    Raises:
+        Refused: the tables differ along all axes.
+    """
+    p = match.params
+    assert isinstance(p, Rope)
+    x = edit.current(match.inputs["x"])
+    rank = len(values.shape(x))
+    head_axis = _head_axis(match, rank)
+    tokens = [axis for axis in range(rank - 1) if axis != head_axis]
+    roles: list[Role] = [tokens.index(axis) if axis in tokens else "head" for axis in range(rank - 1)]
+    sizes = edit.sizes(x)
+    leading = [sizes[axis] for axis in tokens]
+    of = (*roles, "dim")
+    return TokenTables(match.inputs, p, p.table_dim != p.rope_dim, None, of, of, leading, edit), head_axis
 
 
 _TABLES: tuple[Literal["cos"], Literal["sin"]] = ("cos", "sin")
