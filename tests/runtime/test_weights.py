@@ -415,10 +415,13 @@ class TestCompiledModel:
         transposed(model.conv.weight)
         with pytest.raises(ValueError, match="non contiguous"):
             safetensors.save_file(model.state_dict(), tmp_path / "weights")
+        with pytest.raises(RuntimeError, match="covering the entire storage"):
+            safetensors.save_model(model, tmp_path / "weights")
         identities = list(model.parameters())
         npu_fuse.unpack(model)
         assert all(a is b for a, b in zip(model.parameters(), identities, strict=True))
         assert not is_packed(weights_of(model))
+        safetensors.save_model(model, tmp_path / "weights")
         safetensors.save_file(model.state_dict(), tmp_path / "weights")
         loaded = safetensors.load_file(tmp_path / "weights")
         assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
