@@ -72,9 +72,9 @@ def transposed(weight: torch.Tensor) -> torch.Tensor:
 def unpack(model: torch.nn.Module) -> None:
     """Gives each parameter of a model contiguous memory of its own again, as it had before it was packed.
 
-    For what looks at the memory of parameters, such as safetensors, which refuses tensors that share a storage or aren't
-    contiguous, or `torch.save` of a single parameter, which saves the whole storage. The next compiled call packs them
-    again.
+    For what looks at the memory of parameters, such as safetensors, which refuses tensors that share a storage or are
+    not contiguous, or `torch.save` of a single parameter, which saves the whole storage. The next compiled call packs
+    them again.
 
     Args:
         model: its parameters keep their identity and values; those that weren't packed are left alone.
