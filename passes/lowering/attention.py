@@ -106,8 +106,8 @@ def call(
     edit.note("the op computes in float32 and rounds once; the model rounds as its own kernels do")
     result = edit.op(contract, **{**arguments, **op.constant, **masked.arguments})
     result = edit.item(result, 0) if op.gives_several else result
-    for root in roots:
-        _replace(root, result, order, edit)
+    for root, own in zip(roots, _each_its_own(result, len(roots), edit), strict=True):
+        _replace(root, own, order, edit)
 
 
 def _in_type_of(query: fx.Node, root: fx.Node) -> list[fx.Node]:
@@ -182,6 +182,11 @@ def _is_contiguous_copy(node: fx.Node) -> bool:
     return node.target in (aten.clone.default, aten.contiguous.default) and value is not None and is_contiguous(value)
 
 
+def _each_its_own(result: fx.Node, count: int, edit: Edit) -> list[fx.Node]:
+    """The result, and copies of it: what the model has in separate tensors may be written to separately."""
+    return [result, *(edit.call(aten.clone.default, result) for _ in range(count - 1))]
+
+
 def _replace(old: fx.Node, result: fx.Node, order: tuple[int, ...], edit: Edit) -> None:
     shape = values.shape(old)
     if len(shape) == 3:
@@ -191,9 +196,7 @@ def _replace(old: fx.Node, result: fx.Node, order: tuple[int, ...], edit: Edit) 
         return
     copies = _copies_of_swapped(old)
     if order == _SWAPPED and copies:
-        for copy in copies:
-            edit.replace(copy, result)
+        for copy, own in zip(copies, _each_its_own(result, len(copies), edit), strict=True):
+            edit.replace(copy, own)
         return
     edit.replace(old, edit.permuted(result, order))
-
-

@@ -209,6 +209,40 @@ def test_a_result_that_is_wanted_in_both_orders() -> None:
     torch.testing.assert_close(found.output[1].double(), truth + 1, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda out: (out.transpose(1, 2).contiguous(), out.transpose(1, 2).contiguous()),
+        lambda out: (
+            out.transpose(1, 2).contiguous(),
+            out.transpose(1, 2).clone(memory_format=torch.contiguous_format),
+        ),
+        lambda out: (out.float().to(out.dtype), out.float().to(out.dtype)),
+    ],
+)
+def test_copies_of_a_result_stay_apart(copied: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    def both(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return copied(eager(q, k, v))
+
+    found = compiled(both, *qkv())
+    assert found.report.ops == {INFER: 1}
+    first, second = found.output
+    assert torch.equal(first, second)
+    first.zero_()
+    assert second.all()
+
+
+def test_rounded_results_stay_apart() -> None:
+    def both(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out = eager(q.float(), k.float(), v.float())
+        return out.to(q.dtype), out.to(q.dtype)
+
+    found = compiled(both, *qkv())
+    first, second = found.output
+    first.zero_()
+    assert second.all()
+
+
 def test_the_layout_is_that_of_most() -> None:
     q, k, v = qkv()
     found = check(lambda q, k, v: eager(q, by_head(k), by_head(v)), q, by_token(k), by_token(v))
