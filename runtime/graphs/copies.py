@@ -81,3 +81,17 @@ class Copies:
 def pad_list(values: Sequence[int], pad: int, size: int) -> list[int]:
     """A list of this size."""
     return [*values, *([pad] * (size - len(values)))]
+
+
+def resized(shapes: Shapes, name: str, value: Any, bucket: Mapping[str, int]) -> Any:
+    """An argument with its rows repeated to the sizes of a bucket."""
+    spec = shapes.of(name)
+    if isinstance(value, torch.Tensor):
+        sizes = shapes.padded(name, value.shape, bucket)
+        for dim, (size, old) in enumerate(zip(sizes, value.shape, strict=True)):
+            if size != old:
+                value = value.index_select(dim, torch.arange(size, device=value.device) % old)
+        return value
+    if spec.host is not None:
+        return [value[i % len(value)] for i in range(shapes.padded(name, (len(value),), bucket)[0])]
+    return shapes.padded(name, (value,), bucket)[0] if spec.axes else value

@@ -11,14 +11,16 @@ That is a test on one call's numbers, not a proof: a maximum over integers may h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from .copies import resized
 from .outputs import Shape
+from .spec import Shapes
 
 # How far a number may be from that of another batch size, whose kernels sum in another order, as a part of the largest.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -46,6 +48,27 @@ class Trims:
 
 class Mixing(Exception):  # noqa: N818 (no error: it decides how a call is served)
     """Padding would change the result; says where."""
+
+
+def other_paddings(shapes: Shapes, arguments: Mapping[str, Any], bucket: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """The arguments with real rows as padding, and with multiples of real rows as padding of floats alone."""
+    copied = {
+        name: value if shapes.of(name).pad == "edge" else resized(shapes, name, value, bucket)
+        for name, value in arguments.items()
+    }
+    yield copied
+    floats = {name: value for name, value in copied.items() if _is_float(value)}
+    for factor in (8, -8) if floats else ():
+        scaled = dict(arguments)
+        for name, value in floats.items():
+            real = tuple(map(slice, arguments[name].shape))
+            scaled[name] = value * factor
+            scaled[name][real] = value[real]
+        yield scaled
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def read_shapes(exact: Any, padded: Any, sizes: Mapping[str, int], bucket: Mapping[str, int]) -> Trims:

@@ -86,7 +86,10 @@ class Replayed:
             warnings.warn(f"npu_fuse: a graph runs without capture: {error}", stacklevel=2)
             return self._module.forward(*inputs)
         if self.runner.stats.captures != captures:
+            before = self._addresses
             self._settle(fixed)  # the first run may have moved weights into one storage
+            if before != self._addresses and self.runner.memory().graphs > 1:  # from under the graphs of earlier calls
+                self.runner.invalidate()
         return outputs
 
     def _settle(self, fixed: list[torch.Tensor]) -> None:

@@ -12,70 +12,31 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from rich.progress import track
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..effects import register_known
 from . import poison
 from .buckets import Buckets
-from .buffers import Buffers
-from .capture import CaptureBackend, Captured, Graph
-from .copies import Copies, pad_list
+from .capture import CaptureBackend
+from .checks import check_arguments, own_outputs, refuse_escapes, refuse_gradients
+from .copies import Copies, pad_list, resized
 from .device import backend_for
-from .errors import CaptureError
-from .keys import VALUES, graph_variant, plan_key, surroundings
-from .outputs import OutputMode, Outputs, Shape
-from .padding import Mixing, Trims, compare_runs, read_shapes
+from .holdings import Entry, Holdings, Plan
+from .keys import graph_variant, plan_key, surroundings
+from .outputs import OutputMode, Outputs
+from .padding import Mixing, Trims, compare_runs, other_paddings, read_shapes
 from .record import Recorder, storage_key
 from .signature import Signature
 from .spec import InputSpec, Shapes, Sizes
 from .stats import Forecast, Memory, Stats
-from .watch import Watch, reachable
 
 _MAX_PLANS = 4096
 _thread_state = threading.local()
-
-
-@dataclass(slots=True)
-class _Entry:
-    """One captured graph.
-
-    Attributes:
-        statics: what the function was called with, by name.
-        written: names of inputs that it writes to.
-        writes: storages that it writes to, those of inputs included.
-        kept: memory that it reads and nobody watches, which has to stay where it is.
-        used: when it was last replayed.
-        dropped: no longer to be replayed.
-    """
-
-    graph: Graph
-    outputs: Outputs
-    statics: dict[str, Any]
-    written: frozenset[str]
-    writes: set[int]
-    kept: list[torch.UntypedStorage]
-    used: int = 0
-    dropped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How calls of one set of shapes are served: by which graph, and what is copied where. Without one: eagerly."""
-
-    entry: _Entry | None = None
-    copies: Copies | None = None
-    written: tuple[tuple[str, torch.Tensor], ...] = ()
-    shapes: Mapping[int, Shape] = field(default_factory=dict)
-    rows: int = 0
-    padded_rows: int = 0
-    unpadded: bool = False
 
 
 class GraphRunner:
@@ -142,7 +103,7 @@ class GraphRunner:
         self._max_graphs, self._warm_ups = max_graphs, warm_ups
         self._check_padding, self._poison = check_padding, debug_poison
         self._lock = threading.RLock()
-        self._memory: _Memory | None = None
+        self._memory: Holdings | None = None
         self._thread = 0
         self._clock = 0
         self._warned: set[str] = set()
@@ -170,11 +131,11 @@ class GraphRunner:
                 return self._function(*args, **kwargs)
             if not torch.is_grad_enabled():
                 return self._serve(memory, arguments)
-            _refuse_gradients(arguments)
+            refuse_gradients(arguments)
             with torch.no_grad():
                 return self._serve(memory, arguments)
 
-    def _serve(self, memory: _Memory, arguments: dict[str, Any]) -> Any:
+    def _serve(self, memory: Holdings, arguments: dict[str, Any]) -> Any:
         thread = threading.get_ident()
         if thread != self._thread:
             self._enter(memory, thread)
@@ -187,12 +148,12 @@ class GraphRunner:
             if len(memory.plans) >= _MAX_PLANS:
                 memory.plans.clear()
             memory.plans[key] = plan
-        if plan.entry is None or plan.copies is None or (plan.entry.writes and _alias(plan, plan.entry, arguments)):
+        if plan.entry is None or plan.copies is None or plan.shares_what_is_written(arguments):
             self.stats.eager += 1
             return self._signature.call(self._function, arguments)
         return self._replay(memory, plan, plan.entry, plan.copies, arguments)
 
-    def _replay(self, memory: _Memory, plan: _Plan, entry: _Entry, copies: Copies, arguments: Mapping[str, Any]) -> Any:
+    def _replay(self, memory: Holdings, plan: Plan, entry: Entry, copies: Copies, arguments: Mapping[str, Any]) -> Any:
         memory.backend.order()
         if self._poison:
             entry.outputs.release()
@@ -215,7 +176,7 @@ class GraphRunner:
             poison.check(tree_leaves(result), arguments.values())
         return result
 
-    def _enter(self, memory: _Memory, thread: int) -> None:
+    def _enter(self, memory: Holdings, thread: int) -> None:
         """Another thread calls: it may, once nothing is held whose memory it would write while it's read."""
         if self._thread and self._mode != "clone" and any(entry.outputs.held for entry in memory.entries.values()):
             raise RuntimeError(
@@ -226,26 +187,26 @@ class GraphRunner:
 
     # What a call is served by
 
-    def _start(self, arguments: Mapping[str, Any]) -> _Memory:
+    def _start(self, arguments: Mapping[str, Any]) -> Holdings:
         tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
         if self._given_device is not None:
             device = torch.empty(0, device=self._given_device).device  # with its index
         else:
             device = next((tensor.device for tensor in (*_parameters(self._function), *tensors)), torch.device("cpu"))
         register_known()
-        self._memory = _Memory(self._function, device, self._given_backend or backend_for(device))
+        self._memory = Holdings(self._function, device, self._given_backend or backend_for(device))
         return self._memory
 
-    def _plan(self, memory: _Memory, arguments: dict[str, Any]) -> _Plan:
-        self._check(memory, arguments)
+    def _plan(self, memory: Holdings, arguments: dict[str, Any]) -> Plan:
+        check_arguments(self._shapes, arguments, memory.device)
         sizes = self._shapes.sizes(arguments)
         if any(sizes[axis] == 0 for axis in sizes if axis in self._buckets.axes):
-            return _Plan()  # there is no row to pad with, nor much to compute
+            return Plan()  # there is no row to pad with, nor much to compute
         bucket = self._buckets.fit(sizes)
         if bucket is None:
             self._warn(f"a call of sizes {sizes} is larger than the largest bucket; it runs without a graph, as will "
                        "others: stats.eager counts them", about="larger")  # fmt: skip
-            return _Plan()
+            return Plan()
         variant = graph_variant(self._shapes, arguments, surroundings(self._function, memory.device))
         trims, unpadded = None, False
         if bucket != sizes:
@@ -260,7 +221,7 @@ class GraphRunner:
                 bucket, unpadded = sizes, True
         entry = self._entry(memory, (variant, tuple(bucket.items())), arguments, bucket)
         copies = Copies(self._shapes, arguments, entry.statics, self._poison)
-        return _Plan(
+        return Plan(
             entry,
             copies,
             tuple((name, target) for name, target in zip(copies.names, copies.targets, strict=True)
@@ -271,37 +232,12 @@ class GraphRunner:
             unpadded=unpadded,
         )  # fmt: skip
 
-    def _check(self, memory: _Memory, arguments: Mapping[str, Any]) -> None:
-        for name, value in arguments.items():
-            spec = self._shapes.of(name)
-            if isinstance(value, torch.Tensor):
-                if not spec.convert and spec.dtype not in (None, value.dtype):
-                    raise ValueError(f"GraphRunner: {name!r} is {value.dtype}, and its InputSpec wants {spec.dtype}")
-                if value.device != memory.device and (spec.static or not spec.convert):
-                    raise ValueError(f"GraphRunner: {name!r} is on {value.device}, and its graphs on {memory.device}")
-                if is_traceable_wrapper_subclass(value):
-                    raise ValueError(f"GraphRunner: {name!r} is a {type(value).__name__}, whose memory is not its own")
-                if value.layout is not torch.strided:
-                    raise ValueError(
-                        f"GraphRunner: {name!r} has the layout {value.layout}; only strided memory is copied"
-                    )
-            elif isinstance(value, (list, tuple, dict)) and any(
-                isinstance(x, torch.Tensor) for x in tree_leaves(value)
-            ):
-                raise ValueError(
-                    f"GraphRunner: {name!r} is a {type(value).__name__} of tensors: pass each by its own name"
-                )
-            elif isinstance(value, (list, tuple)) and spec.axes and spec.host is None:
-                raise ValueError(
-                    f"GraphRunner: {name!r} is a list: InputSpec.host says which argument of an op takes it"
-                )
-
     def _warn(self, message: str, about: str) -> None:
         if about not in self._warned:
             self._warned.add(about)
             warnings.warn(f"GraphRunner: {message}", stacklevel=5)
 
-    def _entry(self, memory: _Memory, key: Hashable, arguments: Mapping[str, Any], bucket: Sizes) -> _Entry:
+    def _entry(self, memory: Holdings, key: Hashable, arguments: Mapping[str, Any], bucket: Sizes) -> Entry:
         entry = memory.entries.get(key)
         if entry is not None and not self._is_at(entry, arguments):
             memory.drop(key)
@@ -316,7 +252,7 @@ class GraphRunner:
             self.stats.bytes = self.memory().total
         return entry
 
-    def _is_at(self, entry: _Entry, arguments: Mapping[str, Any]) -> bool:
+    def _is_at(self, entry: Entry, arguments: Mapping[str, Any]) -> bool:
         """Whether the memory that is not copied is that of the capture."""
         return all(
             arguments[name].is_set_to(entry.statics[name])
@@ -324,7 +260,7 @@ class GraphRunner:
             if spec.static and name in arguments
         )
 
-    def _evict(self, memory: _Memory, new: _Entry) -> None:
+    def _evict(self, memory: Holdings, new: Entry) -> None:
         self._clock += 1
         new.used = self._clock
         while len(memory.entries) > self._max_graphs:
@@ -333,7 +269,7 @@ class GraphRunner:
             self.stats.evictions += 1
 
     def _trims(
-        self, memory: _Memory, variant: Hashable, arguments: Mapping[str, Any], sizes: Sizes, bucket: Sizes
+        self, memory: Holdings, variant: Hashable, arguments: Mapping[str, Any], sizes: Sizes, bucket: Sizes
     ) -> Trims:
         """What of the outputs is padding.
 
@@ -350,34 +286,18 @@ class GraphRunner:
         large = self._loaded(memory, arguments, statics)
         trims = read_shapes(small, large, sizes, bucket)
         if self._check_padding:
-            others = (self._loaded(memory, rows, statics) for rows in self._other_paddings(arguments, bucket))
+            others = (self._loaded(memory, rows, statics) for rows in other_paddings(self._shapes, arguments, bucket))
             compare_runs(small, large, others)
         if trims.unique:
             memory.trims[key] = trims
         return trims
 
-    def _other_paddings(self, arguments: Mapping[str, Any], bucket: Sizes) -> Iterator[dict[str, Any]]:
-        """The arguments with real rows as padding, and with multiples of real rows as padding of floats alone."""
-        copied = {
-            name: value if self._shapes.of(name).pad == "edge" else self._resized(name, value, bucket)
-            for name, value in arguments.items()
-        }
-        yield copied
-        floats = {name: value for name, value in copied.items() if _is_float(value)}
-        for factor in (8, -8) if floats else ():
-            scaled = dict(arguments)
-            for name, value in floats.items():
-                real = tuple(map(slice, arguments[name].shape))
-                scaled[name] = value * factor
-                scaled[name][real] = value[real]
-            yield scaled
-
-    def _loaded(self, memory: _Memory, arguments: Mapping[str, Any], statics: Mapping[str, Any]) -> Any:
+    def _loaded(self, memory: Holdings, arguments: Mapping[str, Any], statics: Mapping[str, Any]) -> Any:
         """What the function returns with these arguments in its static inputs."""
         Copies(self._shapes, arguments, statics).load(arguments)
         return self._observed(memory, statics)
 
-    def _converted(self, memory: _Memory, name: str, value: Any) -> Any:
+    def _converted(self, memory: Holdings, name: str, value: Any) -> Any:
         """An argument as the function gets it at its own size, of which nothing is written to the caller's."""
         spec = self._shapes.of(name)
         if not isinstance(value, torch.Tensor) or spec.static:
@@ -387,7 +307,7 @@ class GraphRunner:
 
     # Runs of the function that aren't calls
 
-    def _observed(self, memory: _Memory, arguments: Mapping[str, Any], refuse: bool = True) -> Any:
+    def _observed(self, memory: Holdings, arguments: Mapping[str, Any], refuse: bool = True) -> Any:
         """What the function returns; nothing stays of the run."""
         recorder = Recorder(undo=True, refuse=refuse)
         with _capturing():
@@ -398,7 +318,7 @@ class GraphRunner:
             finally:
                 recorder.restore()
 
-    def _statics(self, memory: _Memory, arguments: Mapping[str, Any], bucket: Sizes) -> dict[str, Any]:
+    def _statics(self, memory: Holdings, arguments: Mapping[str, Any], bucket: Sizes) -> dict[str, Any]:
         """What the function is captured with: arguments in fixed memory, of the sizes of a bucket."""
         statics: dict[str, Any] = {}
         for name, value in arguments.items():
@@ -416,7 +336,7 @@ class GraphRunner:
                 statics[name] = value
         return statics
 
-    def _capture(self, memory: _Memory, arguments: Mapping[str, Any], bucket: Sizes) -> _Entry:
+    def _capture(self, memory: Holdings, arguments: Mapping[str, Any], bucket: Sizes) -> Entry:
         statics = self._statics(memory, arguments, bucket)
         Copies(self._shapes, arguments, statics).load(arguments)
         lists = {spec.host: statics[name] for name, spec in self._shapes.specs.items() if spec.host and name in statics}
@@ -426,10 +346,12 @@ class GraphRunner:
         with _capturing():
             run = functools.partial(self._signature.call, self._function, statics)
             captured = memory.backend.capture(run, lists)
-        _refuse_escapes(memory.roots, captured)
+        refuse_escapes(memory.roots, captured)
         keys = {name: storage_key(value) for name, value in statics.items() if isinstance(value, torch.Tensor)}
         copied = {name: key for name, key in keys.items() if not self._shapes.of(name).static}
-        own = _own_outputs(memory, captured, set(keys.values()))
+        own = own_outputs(memory.roots, memory.backend, captured, set(keys.values()))
+        if memory.watch.moved():  # by the function itself, such as weights that it packs in its first run
+            memory.drop_all()
         memory.watch.add(set(captured.trace.outside) - set(keys.values()))
         written = frozenset(name for name, key in copied.items() if key in captured.trace.written)
         watched = memory.watch.watched()
@@ -437,7 +359,7 @@ class GraphRunner:
         kept = [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in others]
         writes = captured.trace.written & captured.trace.outside.keys()
         outputs = Outputs(captured, own, copied.values(), self._mode)
-        return _Entry(captured.graph, outputs, statics, written, writes, kept)
+        return Entry(captured.graph, outputs, statics, written, writes, kept)
 
     # Ahead of time
 
@@ -478,22 +400,9 @@ class GraphRunner:
         for example in examples:
             arguments = self._signature.bind((), example)
             for bucket in self._buckets.all(self._shapes.sizes(arguments)):
-                job = {name: self._resized(name, value, bucket) for name, value in arguments.items()}
+                job = {name: resized(self._shapes, name, value, bucket) for name, value in arguments.items()}
                 jobs.append((sum(bucket.values()), job))
         return [job for _, job in sorted(jobs, key=lambda sized: -sized[0])]
-
-    def _resized(self, name: str, value: Any, bucket: Sizes) -> Any:
-        """An argument with its rows repeated to the sizes of a bucket."""
-        spec = self._shapes.of(name)
-        if isinstance(value, torch.Tensor):
-            sizes = self._shapes.padded(name, value.shape, bucket)
-            for dim, (size, old) in enumerate(zip(sizes, value.shape, strict=True)):
-                if size != old:
-                    value = value.index_select(dim, torch.arange(size, device=value.device) % old)
-            return value
-        if spec.host is not None:
-            return [value[i % len(value)] for i in range(self._shapes.padded(name, (len(value),), bucket)[0])]
-        return self._shapes.padded(name, (value,), bucket)[0] if spec.axes else value
 
     def memory(self) -> Memory:
         """What the runner holds now."""
@@ -519,40 +428,6 @@ class GraphRunner:
             self.stats.bytes = 0
 
 
-class _Memory:
-    """All that a runner has on its device."""
-
-    def __init__(self, function: Callable[..., Any], device: torch.device, backend: CaptureBackend) -> None:
-        self.device = device
-        self.backend = backend
-        self.buffers = Buffers(device)
-        self.roots: list[Any] = [function]
-        self.watch = Watch(self.roots)
-        self.plans: dict[Hashable, _Plan] = {}
-        self.entries: dict[Hashable, _Entry] = {}
-        self.trims: dict[Hashable, Trims] = {}
-        self.unpadded: set[Hashable] = set()
-        self.moved: set[Hashable] = set()
-
-    def add_roots(self, values: Iterator[Any] | Any) -> None:
-        """Keeps objects that are known by their identity alive, and looks for tensors in them."""
-        for value in values:
-            if not isinstance(value, (torch.Tensor, list, tuple, *VALUES)) and all(value is not r for r in self.roots):
-                self.roots.append(value)
-
-    def drop(self, key: Hashable) -> None:
-        """Drops a graph whose memory moved."""
-        self.entries.pop(key).dropped = True
-        self.moved.add(key)
-
-    def drop_all(self) -> None:
-        """Drops all graphs."""
-        for key in list(self.entries):
-            self.drop(key)
-        self.plans.clear()
-        self.watch.clear()
-
-
 @contextmanager
 def _capturing() -> Iterator[None]:
     """Runners inside run plainly."""
@@ -566,55 +441,3 @@ def _capturing() -> Iterator[None]:
 def _parameters(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
     module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return iter(module.parameters()) if isinstance(module, nn.Module) else iter(())
-
-
-def _alias(plan: _Plan, entry: _Entry, arguments: Mapping[str, Any]) -> bool:
-    """Whether the graph writes memory that two arguments share, or an argument and state: copies wouldn't share it."""
-    keys = [storage_key(value) for value in arguments.values() if isinstance(value, torch.Tensor)]
-    if len(keys) != len(set(keys)) and plan.written:
-        return True
-    assert plan.copies is not None
-    return any(storage_key(arguments[name]) in entry.writes for name in plan.copies.names)
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _refuse_gradients(arguments: Mapping[str, Any]) -> None:
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            raise ValueError(f"GraphRunner: {name!r} requires gradients, and replays have none: detach it, or call "
-                             "under torch.no_grad()")  # fmt: skip
-
-
-def _refuse_escapes(roots: Sequence[Any], captured: Captured) -> None:
-    """Refuses a function that keeps a tensor which it computes: no replay would keep the next.
-
-    Raises:
-        CaptureError: names where the tensor is kept.
-    """
-    alive = {key for key, storage in captured.trace.made.items() if not storage.expired()}  # type: ignore[no-untyped-call]
-    for root in roots:
-        for path, tensor in reachable(root, alive):
-            raise CaptureError(
-                f"the function keeps a tensor {list(tensor.shape)} that it computed, as {type(root).__name__}{path}; a "
-                "replay would not set it again: return it, or copy_ it into a tensor that is there before the call"
-            )
-
-
-def _own_outputs(memory: _Memory, captured: Captured, inputs: set[int]) -> set[int]:
-    """The storages of outputs that are the graph's own: no input's, and no parameter's or cache's.
-
-    Raises:
-        CaptureError: nothing that was seen made one of them, and the backend captures nothing else.
-    """
-    keys = {storage_key(leaf) for leaf in tree_leaves(captured.result) if isinstance(leaf, torch.Tensor)} - inputs
-    unknown = keys - captured.trace.made.keys()
-    unknown -= {storage_key(tensor) for _, tensor in reachable(memory.roots, unknown)} if unknown else set()
-    if unknown and not memory.backend.sees_all:
-        raise CaptureError(
-            "an output lies in memory that no op of the run made, and that can't be reached from the function: kernels "
-            f"ran past torch's dispatcher, and the {memory.backend.name} backend can't see them"
-        )
-    return unknown | (keys & captured.trace.made.keys())

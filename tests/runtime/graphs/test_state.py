@@ -175,6 +175,25 @@ def test_an_argument_that_is_a_row_of_the_cache():
 
 
 @torch.no_grad()
+def test_weights_that_a_later_capture_moves():
+    weight = nn.Parameter(torch.randn(3))
+
+    def function(x, move=False):
+        if move and weight.data_ptr() == original:
+            weight.data = weight.data * 2
+        return x * weight
+
+    original = weight.data_ptr()
+    runner, x = GraphRunner(function), torch.ones(3)
+    before = runner(x).clone()
+    assert torch.equal(runner(x, move=True), before * 2)
+    assert torch.equal(runner(x), before * 2)
+    weight.mul_(2)
+    assert torch.equal(runner(x), before * 4)
+    assert torch.equal(runner(x, move=True), before * 4)
+
+
+@torch.no_grad()
 def test_a_table_made_in_the_first_run_may_be_made_in_any_way():
     class Tabled(nn.Module):
         table = None
