@@ -53,7 +53,6 @@ LOWERINGS: Mapping[str, Lowering] = {
     paged_attention_pattern.KIND: paged_attention.lower,
     attention_pattern.KIND: attention.lower,
     latent_cache_write_pattern.KIND: latent_cache_write.lower,
-    kv_cache_write_pattern.KIND: kv_cache_write.lower,
     qkv_pattern.KIND: qkv.lower,
     qk_rope_pattern.KIND: qk_rope.lower,
     norm_quant_pattern.KIND: norm_quant.lower,
@@ -69,4 +68,6 @@ LOWERINGS: Mapping[str, Lowering] = {
     causal_conv1d_pattern.KIND: causal_conv1d.lower,
     rms_norm_pattern.KIND: rms_norm.lower,
     rope_pattern.KIND: rope.lower,
+    # Last, as what is written may be made contiguous by then.
+    kv_cache_write_pattern.KIND: kv_cache_write.lower,
 }
