@@ -38,6 +38,7 @@ class Backend:
 
     Attributes:
         reports: one `Report` for each graph compiled, in order.
+        graphs: with `Options.keep_graphs`, each graph compiled: functional, as the model had it, and as it runs.
         runners: with `Options.graphs`, what captures and replays each graph; `runners[i].runner.stats` counts.
 
     Raises:
@@ -49,6 +50,7 @@ class Backend:
             raise ValueError(f"Backend: give Options or single settings, not both (got {', '.join(settings)})")
         self.options = options if options is not None else Options.of(settings)
         self.reports: list[Report] = []
+        self.graphs: list[tuple[fx.GraphModule, fx.GraphModule]] = []
         self.runners: list[Replayed] = []
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
@@ -91,6 +93,10 @@ class Backend:
             leave(module)
             return module
         self._keep(report)
+        if self.options.keep_graphs:
+            before = _copy(module)
+            leave(before)
+            self.graphs.append((before, work))
         return work
 
     def _fail(self, error: Exception) -> None:

@@ -64,6 +64,21 @@ def test_keeps_a_report_a_graph() -> None:
     assert backend.report.graphs == 2
 
 
+def test_keeps_graphs_where_it_is_told_to() -> None:
+    keeping, others = npu_fuse.Backend(strict=True, keep_graphs=True), npu_fuse.Backend(strict=True)
+    norm, x = Norm(), torch.randn(3, 8)
+    for backend in (keeping, others):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            torch.compile(lambda x: norm(x) @ x.T, backend=backend)(x)
+    assert not others.graphs
+    ((before, after),) = keeping.graphs
+    ops = [{str(node.target) for node in graph.graph.nodes} for graph in (before, after)]
+    assert "aten.rsqrt.default" in ops[0] - ops[1]
+    assert "npu.npu_rms_norm.default" in ops[1] - ops[0]
+    assert "aten.matmul.default" in ops[0] & ops[1]  # what the model called, not how it is kept whole
+
+
 def test_logs_one_line_a_compilation(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="npu_fuse"), torch.no_grad():
         torch.compile(Norm(), backend=npu_fuse.Backend(strict=True))(torch.randn(3, 8))
