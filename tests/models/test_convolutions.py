@@ -88,6 +88,27 @@ def test_a_state_in_other_memory_is_left_to_the_model() -> None:
     assert "conv_state.adopt" in site.reason
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_but_the_op_touches_a_state_in_a_decode_step(name: str) -> None:
+    """No clone, transpose or copy of it, once its cache has our layout."""
+    net = model(name)
+    cache = filled(net)
+    adopt(cache)
+    torch._dynamo.reset()
+    backend = npu_fuse.Backend(strict=True, keep_graphs=True)
+    with torch.no_grad():
+        torch.compile(net, backend=backend, fullgraph=True)(input_ids=prompt(tokens=1), cache=cache, use_cache=True)
+    ((before, after),) = backend.graphs
+    sizes = {state.shape for state in states(cache)}
+    kept = [[n for n in g.graph.find_nodes(op="placeholder") if n.meta["val"].shape in sizes] for g in (before, after)]
+    assert [len(found) for found in kept] == [MODELS[name][1]] * 2
+    assert all(len(state.users) > 1 for state in kept[0])
+    assert [[str(user.target) for user in state.users] for state in kept[1]] == [
+        ["npu_fuse.causal_conv1d_columns.default"]
+    ] * len(kept[1])
+    assert backend.report.launches_after < backend.report.launches_before
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
 def test_twenty_steps_keep_the_states_of_eager(name: str) -> None:
     """Of the first layer, whose columns are eager's to the bit."""
