@@ -102,9 +102,7 @@ def _zeros_blank_rows(p: Attention, query: fx.Node, op: AttentionOp) -> bool:
     return True
 
 
-def _mode(
-    visible: Visibility | None, query: fx.Node, key: fx.Node, op: AttentionOp
-) -> dict[str, Any] | None:
+def _mode(visible: Visibility | None, query: fx.Node, key: fx.Node, op: AttentionOp) -> dict[str, Any] | None:
     """The sparse mode that hides the same; None where there is none."""
     if visible is None or visible.chunk is not None or visible.segments is not None or visible.padding is not None:
         return None
@@ -158,19 +156,27 @@ def _hidden(match: Match, query: fx.Node, key: fx.Node, edit: Edit) -> fx.Node:
     """The mask as the op takes it: bool, True hides, contiguous [batch or 1, 1, tokens, keys]."""
     mask, p = edit.current(match.inputs["mask"]), match.params
     assert isinstance(p, Attention)
-    if values.dtype(mask) != torch.bool:
-        if p.mask.visibility is None:
-            raise Refused(f"its mask is float, and {p.mask.reason or 'not known to hide keys only'}")
-        hidden = edit.call(aten.lt.Scalar, mask, 0)
-    else:
-        hidden = mask if p.hides else edit.call(aten.logical_not.default, mask)
-    hidden = _four_axes(hidden, match, edit)
-    heads = values.shape(hidden)[1]
-    if not known_equal(heads, 1):
-        if p.mask.visibility is None or p.mask.kind == "per_batch_or_head":
-            raise Refused(f"its mask is one for each of {heads} heads; the op takes one for all")
-        hidden = edit.call(aten.slice.Tensor, hidden, 1, 0, 1)
-    return edit.contiguous(_expanded(hidden, query, key, edit))
+    is_float = values.dtype(mask) != torch.bool
+    if is_float and p.mask.visibility is None:
+        raise Refused(f"its mask is float, and {p.mask.reason or 'not known to hide keys only'}")
+    found = _four_axes(mask, match, edit)
+    if not known_equal(values.shape(found)[1], 1):
+        if not _is_alike_for_all_heads(found, p):
+            raise Refused(f"its mask is one for each of {values.shape(found)[1]} heads; the op takes one for all")
+        found = edit.call(aten.slice.Tensor, found, 1, 0, 1)
+    if is_float:
+        found = edit.call(aten.lt.Scalar, found, 0)
+    elif not p.hides:
+        found = edit.call(aten.logical_not.default, found)
+    return edit.contiguous(_expanded(found, query, key, edit))
+
+
+def _is_alike_for_all_heads(mask: fx.Node, p: Attention) -> bool:
+    """Whether a mask [batch, heads, tokens, keys] is, being proven so, or one in memory."""
+    value = values.tensor(mask)
+    assert value is not None
+    proven = p.mask.visibility is not None and p.mask.kind != "per_batch_or_head"
+    return proven or known_equal(value.stride()[1], 0)
 
 
 def _four_axes(node: fx.Node, match: Match, edit: Edit) -> fx.Node:

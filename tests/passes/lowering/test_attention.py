@@ -506,6 +506,14 @@ def test_a_mask_for_each_head_is_refused(heads: int) -> None:
     assert "one for each of" in refused(sdpa, *qkv(heads=heads), mask)  # of heads, though there are as many batches
 
 
+def test_a_mask_that_is_expanded_to_all_heads_is_one() -> None:
+    mask = mask_inputs()["[batch, 1, queries, keys]"]
+    found = check(lambda q, k, v, mask: sdpa(q, k, v, mask.expand(-1, HEADS, -1, -1)), *qkv(), mask)
+    assert torch.equal(mask_of(found, of_infer(found)), ~mask)
+    check(sdpa, *qkv(), mask.expand(-1, HEADS, -1, -1))
+    assert "one for each of" in refused(sdpa, *qkv(), mask.repeat(1, HEADS, 1, 1))
+
+
 def test_a_mask_of_each_batch_where_there_are_no_heads() -> None:
     q, k, v = tensors(*[(BATCH, TOKENS, HEAD_DIM)] * 3)
     mask = mask_inputs()["[batch, 1, queries, keys]"][:, 0]
