@@ -82,7 +82,8 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | None:
         return None
     tokens = values.shape(attention.inputs["key"])[2]
     params = PagedAttention(p, keys.heads_first, keys.block_size, tokens, keys.wraps, spelling)
-    return Match(KIND, node, inputs, params, attention.claimed, (attention,))
+    claimed = {*attention.claimed, *keys.nodes, *of_values.nodes}
+    return Match(KIND, node, inputs, params, tuple(sorted(claimed)), (attention,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class _Gathered:
     heads_first: bool
     block_size: int
     wraps: bool
+    nodes: tuple[fx.Node, ...]
 
 
 def _gathered(node: fx.Node) -> _Gathered | None:
@@ -114,7 +116,7 @@ def _gathered(node: fx.Node) -> _Gathered | None:
     else:
         return None
     block_size = static_int(values.shape(cache)[2 if heads_first else 1])
-    return None if block_size is None else _Gathered(cache, table, heads_first, block_size, wraps)
+    return None if block_size is None else _Gathered(cache, table, heads_first, block_size, wraps, (blocks, *path))
 
 
 def _looked_up(blocks: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:

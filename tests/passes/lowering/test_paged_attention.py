@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from helpers import Compiled, compiled, repeats
 from npu_fuse import Target
+from npu_fuse.runtime.effects import register_side_effects
 
 Tensor = torch.Tensor
 BLOCKS, SIZE, HEADS, DIM, BATCH, WIDTH = 9, 128, 2, 64, 2, 3
@@ -329,6 +330,47 @@ def test_other_socs_and_types() -> None:
     found = check(viewed, *inputs(dtype=torch.float32))
     assert "query is float32" in reason_of(found)
     assert "turned off" in reason_of(check(viewed, *inputs(), disable={"paged_attention"}))
+
+
+def test_what_is_gathered_before_an_effect_is_not_read_behind_it() -> None:
+    library = torch.library.Library("npu_fuse_test_paged", "FRAGMENT")
+    library.define("clear(Tensor cache) -> Tensor")
+    library.impl("clear", lambda cache: cache.zero_()[0, 0, 0].clone(), "CompositeExplicitAutograd")
+    torch.library.register_fake("npu_fuse_test_paged::clear", lambda cache: cache.new_empty(DIM), lib=library)
+    register_side_effects("npu_fuse_test_paged::clear")  # what it writes isn't told
+
+    def model(query: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor) -> Tensor:
+        keys, of_values = (
+            cache[table].view(BATCH, -1, HEADS, DIM).transpose(1, 2) for cache in (key_cache, value_cache)
+        )
+        zeros = torch.ops.npu_fuse_test_paged.clear(key_cache)
+        return sdpa(query, keys, of_values) + zeros
+
+    query, key_cache, value_cache, table = inputs()
+    found = compiled(model, query, key_cache.clone(), value_cache, table)
+    wanted = model(query, key_cache.clone(), value_cache, table)
+    torch.testing.assert_close(found.output, wanted, rtol=2e-2, atol=2e-3)
+    assert reason_of(found) == "an op with side effects stands between its nodes"
+    library._destroy()
+
+
+@pytest.mark.parametrize(("mode", "window"), [(2, None), (4, 100)])
+def test_other_modes(mode: int, window: int | None) -> None:
+    def model(query: Tensor, *rest: Tensor) -> Tensor:
+        if window is None:
+            return viewed(query, *rest, is_causal=True)
+        rows, keys = torch.arange(5)[:, None] + TOKENS - 5, torch.arange(TOKENS)
+        return viewed(query, *rest, attn_mask=(keys <= rows) & (keys > rows - window))
+
+    given = inputs()
+    found = check(model, *given)
+    assert is_paged(found)
+    assert call_of(found).kwargs["sparse_mode"] == mode
+    rows, keys = torch.arange(5)[:, None] + (TOKENS - 5) * (window is not None), torch.arange(TOKENS)
+    hidden = (keys > rows) | (keys <= rows - (window or TOKENS))
+    torch.testing.assert_close(
+        found.output.double(), exact(*given, hidden.expand(BATCH, 1, 5, -1)), rtol=2**-10, atol=1e-4
+    )
 
 
 # With the write ------------------------------------------------------------------------------------------------------
