@@ -17,6 +17,7 @@ from ..runtime.sizes import known_equal, known_true, static_int
 from . import values
 from .canonical import Canonicaliser
 from .cone import computes, walk
+from .conv.call import call, called
 from .conv.move import move
 from .conv.output import Output, convolution_difference, output
 from .conv.state import Write, columns_of, kept, tail, write, writes_near
@@ -113,8 +114,20 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
     """Recognises the result of a convolution, or what is kept behind one that is known."""
     if node.op != "call_function" or not values.is_float(node):
         return None
+    if (calls := _match_call(node)) is not None:
+        return calls
     found = _match_output(node, c) if _is_root(node) else None
     return found if found is not None else _match_write(node, c, findings)
+
+
+def _match_call(node: fx.Node) -> Match | None:
+    """A call of the op, with the states that it writes."""
+    found = call(node)
+    params = called(found) if found is not None else None
+    if found is None or params is None:
+        return None
+    inputs = {name: value for name, value in found.given.items() if isinstance(value, fx.Node)}
+    return Match(KIND, node, {**inputs, "state": found.base}, params, (found.node, *found.node.users))
 
 
 def _is_root(node: fx.Node) -> bool:

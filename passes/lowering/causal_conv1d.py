@@ -9,12 +9,14 @@ from torch import fx
 
 from ...patterns import values
 from ...patterns.causal_conv1d import CausalConv1d
+from ...patterns.conv.call import Called
 from ...patterns.match import Match
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.causal_conv1d import SILU
 from ...runtime.ops.contract import OpContract
 from ..launches import is_launch
 from ..rewriter import Edit, Refused
+from .causal_conv1d_call import lower_call
 from .packing import taps_first
 from .precision import refuse_other_precision
 
@@ -27,6 +29,8 @@ _COLUMNS = ("batch", "channel", "time")
 def lower(match: Match, edit: Edit) -> OpContract:
     """One op for the result and, where the model keeps it as a whole, the new state."""
     p = match.params
+    if isinstance(p, Called):
+        return lower_call(match, edit)
     assert isinstance(p, CausalConv1d)
     contract = CONTRACTS["npu_fuse::causal_conv1d_columns"]
     if p.lead:
