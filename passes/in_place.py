@@ -197,7 +197,23 @@ class _InPlace:
                 raise Refused(_NOT_ITS_OWN)
         if epilogue is not None and not (candidate.copies or is_final or settled):
             raise Refused("the buffer gets another value in the end")
+        self._judge_between(settled, [value(base) for base, _ in written], places)
         return settled
+
+    def _judge_between(
+        self, settled: set[fx.Node], parts: list[torch.Tensor], places: Mapping[fx.Node, torch.Tensor]
+    ) -> None:
+        """Of several parts that are put in one after the other, nothing may read a value that has only some of them."""
+        held: dict[fx.Node, set[int]] = {}
+        for node in sorted(settled):
+            base, part = node.args[:2]
+            assert isinstance(part, fx.Node)
+            start = self._place(part, places).storage_offset()
+            held[node] = {i for i, of in enumerate(parts) if known_equal(of.storage_offset(), start)}
+            held[node] |= held.get(base, set())  # type: ignore[arg-type]  # a node
+            for user in node.users:
+                if len(held[node]) < len(parts) and not (user in settled and user.args[0] is node):
+                    raise Refused(f"the old value of a part is read between the writes, by {_name(user)}")
 
     def _judge_end(self, epilogue: fx.Node, memory: int, new: frozenset[int], is_final: bool) -> None:
         """Behind its last value no other is read that lay in a buffer, and the caller gets none of them."""

@@ -24,6 +24,8 @@ aten = torch.ops.aten
 # How caches that aren't cut into blocks are cut, as far as their slots go: for the op a block is a row of slots.
 _BLOCK_SIZES = (128, 64, 32, 16)
 
+_BETWEEN = "something reads the buffer of both caches between the writes, and would see what both have written"
+
 
 def lower(match: Match, edit: Edit) -> OpContract:
     """One op for both writes. `in_place` gives it the caches themselves, where nothing reads what they held before."""
@@ -65,7 +67,11 @@ def cache_in_blocks(match: Match, name: str, edit: Edit) -> fx.Node:
 
 
 def _of_the_buffer(cache: fx.Node, edit: Edit) -> fx.Node:
-    """A cache that is picked out of one buffer of all, as it was before others in there were written."""
+    """A cache that is picked out of one buffer of all, as it was before others in there were written.
+
+    Raises:
+        Refused: something else reads the buffer between the writes, and would see both.
+    """
     found: Any = None
     if cache.target is aten.select.int:
         found = cache.args
@@ -75,7 +81,12 @@ def _of_the_buffer(cache: fx.Node, edit: Edit) -> fx.Node:
     if found is None or found[0].target is not aten.select_scatter.default:
         return cache
     buffer, axis, place = found
+    pick = cache if cache.target is aten.select.int else source(cache)
+    if len(pick.users) > 1 and pick is not cache:
+        raise Refused(_BETWEEN)
     while buffer.target is aten.select_scatter.default and buffer.args[2] == axis and buffer.args[3] != place:
+        if any(user is not pick and user.target is not aten.select_scatter.default for user in buffer.users):
+            raise Refused(_BETWEEN)
         buffer = buffer.args[0]
     return edit.call(aten.select.int, buffer, axis, place)
 

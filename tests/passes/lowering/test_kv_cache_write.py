@@ -140,6 +140,23 @@ def test_caches_of_one_buffer(pick: Callable[[Tensor], tuple[Tensor, Tensor]]) -
     assert is_in_place(check(model, k, v, torch.stack([k_cache, v_cache]), slots))
 
 
+@pytest.mark.parametrize("pick", [lambda kv: kv.unbind(0), lambda kv: (kv[0], kv[1])])
+def test_what_reads_one_buffer_between_the_writes_sees_the_first(
+    pick: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> None:
+    def model(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> Tensor:
+        k_cache, v_cache = pick(kv)
+        write(k_cache, k, slots)
+        between = v_cache.float().sum((1, 2, 3))
+        write(v_cache, v, slots)
+        return between
+
+    k, v, k_cache, v_cache, slots = cache_inputs()
+    found = check(model, k, v, torch.stack([k_cache, v_cache]), slots)
+    assert "something reads the buffer of both caches between the writes" in reason_of(found)
+    assert found.targets().count("aten.index_put_.default") == 2
+
+
 def test_halves_of_a_cache_are_not_contiguous() -> None:
     def model(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
         k_cache, v_cache = kv.chunk(2, -1)
