@@ -48,7 +48,8 @@ def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 def transposed(weight: torch.Tensor) -> torch.Tensor:
     """The weight of a depthwise convolution with the taps first, without a copy once it lies so.
 
-    Called on every run, as `pack` is: the parameter keeps its shape, and its memory becomes that of the result.
+    Called on every run, as `pack` is: the parameter keeps its shape, and its memory becomes that of the result. Its
+    strides change with that, which Dynamo guards on: the call after the first one compiles once more.
 
     Args:
         weight: [channels, 1, width] or [channels, width].
