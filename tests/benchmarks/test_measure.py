@@ -17,6 +17,8 @@ def test_a_row_has_the_sites_of_a_model_and_what_peers_find() -> None:
         "glu": 2,
         "glu:silu": 2,
         "qkv:separate": 2,
+        "attention": 2,
+        "attention:causal": 2,
     }
     assert row["lowered"] == row["found"]
     assert row["graphs"] == 1
