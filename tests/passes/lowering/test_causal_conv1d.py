@@ -208,6 +208,25 @@ def test_flags_say_whose_state_counts() -> None:
         assert same(ours, theirs)
 
 
+def test_a_state_that_is_multiplied_by_flags_is_read_as_that() -> None:
+    """As a product, which is NaN where a state that doesn't count is infinite, and so stays a product."""
+
+    def step(x: Tensor, state: Tensor, flags: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        seen = torch.cat([state * flags[:, None, None], x], -1)
+        state.copy_(seen[..., -W:])
+        return functional.silu(run(seen, w, b)[..., -x.shape[-1] :])
+
+    for tokens in (1, 3, 6):
+        ours, theirs, flags = pooled(), pooled(), torch.tensor([True, False])
+        model, x = Mixer(step), drawn(B, tokens, C)
+        found = compiled(model, x, ours, flags)
+        with torch.no_grad():
+            torch.testing.assert_close(found.output, model(x, theirs, flags), rtol=3e-2, atol=3e-2)
+        assert found.report.ops[OP] == 1
+        assert "aten.mul.Tensor" in found.targets()
+        assert same(ours, theirs)
+
+
 def test_an_old_state_that_is_read_later_is_not_overwritten() -> None:
     class Late(Mixer):
         def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

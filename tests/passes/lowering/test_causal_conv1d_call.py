@@ -272,6 +272,17 @@ class Tracked(Layer):
         return y
 
 
+class RolledBack(Layer):
+    """Draft tokens, and behind them the state as it was after those that were accepted: rows one before them on."""
+
+    def forward(self, x: Tensor, pool: Tensor, starts: Tensor, slots: Tensor, accepted: Tensor) -> Tensor:
+        given = {"query_start_loc": starts, "cache_indices": slots, "num_accepted_tokens": torch.ones_like(slots)}
+        y = self.run(self.before(x), pool, UPDATE, **given)
+        rows = (accepted - 1)[:, None] + torch.arange(W - 1)
+        pool[slots, : W - 1] = pool[slots[:, None], rows]
+        return y
+
+
 class Unused(Layer):
     """Two calls whose results no one reads, each a step."""
 
@@ -321,6 +332,24 @@ def test_tracked_slots_get_what_is_there_at_the_time() -> None:
     ops = [t for t in found.targets() if "index" in t or "conv1d" in t]
     assert ops.index("aten.index_put_.default") < ops.index("npu.causal_conv1d.default")
     assert ops[-2:] == ["aten.index.Tensor", "aten.index_put_.default"]
+
+
+def test_drafts_that_are_rejected_leave_the_state_of_those_accepted() -> None:
+    """What stays in the pool is what the accepted tokens alone would have left, token by token."""
+    model, (x, pool, starts, slots, _) = RolledBack(), ALL["verify"][1]
+    accepted = torch.tensor([1, 3])
+    found = check(model, (x, pool, starts, slots, accepted))
+    assert site(found).status == "lowered"
+    assert "aten.clone.default" not in found.targets()
+    (own,) = again((pool,))
+    with torch.no_grad():
+        found.function(x, own, starts, slots, accepted)
+        columns = model.before(x)
+    for sequence, (slot, count) in enumerate(zip(slots.tolist(), accepted.tolist(), strict=True)):
+        kept = columns[3 * sequence : 3 * sequence + count]
+        assert same(own[slot, : W - 1], torch.cat([pool[slot, : W - 1], kept])[-(W - 1) :])
+    untouched = [slot for slot in range(SLOTS) if slot not in slots]
+    assert same(own[untouched], pool[untouched])
 
 
 @pytest.mark.parametrize("kind", [Unused, Between])
