@@ -17,6 +17,7 @@ from . import (
     causal_conv1d,
     clipped_swiglu,
     fast_gelu,
+    gated_delta_rule,
     glu,
     group_norm_silu,
     grouped_moe_gating,
@@ -73,6 +74,7 @@ RULES: tuple[Rule, ...] = (
     Rule(attention.KIND, attention.match),
     Rule(paged_attention.KIND, paged_attention.match),
     Rule(causal_conv1d.KIND, causal_conv1d.match),
+    Rule(gated_delta_rule.KIND, gated_delta_rule.match),
     Rule(kv_cache_write.KIND, kv_cache_write.match),
     Rule(latent_cache_write.KIND, latent_cache_write.match),
 )

@@ -9,6 +9,7 @@ from ...patterns import attention as attention_pattern
 from ...patterns import causal_conv1d as causal_conv1d_pattern
 from ...patterns import clipped_swiglu as clipped_swiglu_pattern
 from ...patterns import fast_gelu as fast_gelu_pattern
+from ...patterns import gated_delta_rule as gated_delta_rule_pattern
 from ...patterns import glu as glu_pattern
 from ...patterns import group_norm_silu as group_norm_silu_pattern
 from ...patterns import grouped_moe_gating as grouped_moe_gating_pattern
@@ -31,6 +32,7 @@ from . import (
     causal_conv1d,
     clipped_swiglu,
     fast_gelu,
+    gated_delta_rule,
     glu,
     group_norm_silu,
     kv_cache_write,
@@ -66,6 +68,7 @@ LOWERINGS: Mapping[str, Lowering] = {
     grouped_moe_gating_pattern.KIND: moe_gating.lower_grouped,
     moe_gating_pattern.KIND: moe_gating.lower,
     causal_conv1d_pattern.KIND: causal_conv1d.lower,
+    gated_delta_rule_pattern.KIND: gated_delta_rule.lower,
     rms_norm_pattern.KIND: rms_norm.lower,
     rope_pattern.KIND: rope.lower,
     # Last, as what is written may be made contiguous by then.

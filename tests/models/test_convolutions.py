@@ -160,6 +160,14 @@ def test_twenty_steps_keep_the_states_of_eager(name: str) -> None:
     assert [report.ops[OP] for report in backend.reports] == [len(before)] * 2
 
 
+def test_the_delta_rule_behind_a_convolution_says_why_it_stays() -> None:
+    net = model("qwen3_next")
+    report = compiled(net, input_ids=prompt(tokens=1), cache=filled(net), use_cache=True)
+    (site,) = [site for site in report.sites if site.kind == "gated_delta_rule"]
+    assert (site.params["heads"], site.params["key_dim"], site.params["value_dim"]) == (4, 16, 16)
+    assert "its state (2, 4, 16, 16) is float32 with keys before values" in site.reason
+
+
 def test_a_conformers_convolution_is_none() -> None:
     config = transformers.Wav2Vec2ConformerConfig(
         hidden_size=64,
