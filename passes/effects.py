@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
 
+from ..patterns.functional import draws_numbers
 from ..runtime.effects import declared_writes, effect_of
 from ..runtime.weights import IN_MEMORY
 
@@ -38,11 +39,11 @@ def is_pure(node: fx.Node) -> bool:
         return True
     if node.op == "call_method":
         return not node.kwargs.get("out") and _is_pure_op(str(node.target))
-    if node.op != "call_function" or node.is_impure() or effect_of(node.target) is not None:
+    draws = draws_numbers(node)
+    if node.op != "call_function" or node.is_impure(impure_random=draws) or effect_of(node.target) is not None:
         return False
     if hasattr(node.target, "_schema"):
-        seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        return not declared_writes(node.target) and not seeded
+        return not declared_writes(node.target) and not draws
     return isinstance(node.target, HigherOrderOperator) or _is_pure_function(node)
 
 

@@ -20,7 +20,6 @@ from ..patterns.attention import Attention
 from ..patterns.mask import Mask
 from ..patterns.masks.band import EVERYTHING
 from ..patterns.match import Findings, Match
-from ..patterns.preserved import original
 from ..runtime.declarations import Declaration, Declarations
 from ..runtime.options import ENCODER_ONLY
 from . import bidirectional, freed_calls
@@ -242,8 +241,10 @@ def _described(mask: Mask) -> str:
 def _freed(match: Match, edit: Edit) -> fx.Node:
     """The same attention, with what is left of its mask."""
     mask = bidirectional.without_causal_part(match, edit)
-    if original(match.node.target) is aten.scaled_dot_product_attention.default:
-        return _called_with(match.node, mask, edit)
+    call = attention.called(match.node)
+    if call is not None:
+        freed = _called_with(call, mask, edit)
+        return freed if call is match.node else edit.item(freed, 0)
     return _written_out_with(match, mask if mask is not None else _nothing(match, edit), edit)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -82,23 +82,46 @@ class Attention:
 
 def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
     """Finds attention whose result is `node`."""
-    if original(node.target) is aten.scaled_dot_product_attention.default:
-        return _called(node, c)
+    call = called(node)
+    if call is not None:
+        return _called(node, call, c)
     if is_fusion_attention(node):
         return _fused(node, c)
+    if node.target in _WHOLE_LAYERS:
+        return Miss(KIND, node, _WHOLE_LAYER, (str(node.target),), matched=3)
     if is_matmul(node) and values.is_float(node):
         return _written_out(node, c)
     return None
 
 
+# What torch's own layers call where they can.
+_WHOLE_LAYERS = frozenset({aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default})
+_WHOLE_LAYER = "{} is a whole layer, whose parts torch.backends.mha.set_fastpath_enabled(False) brings to light"
+
+
 # One call -------------------------------------------------------------------------------------------------------------
 
-_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+def called(node: fx.Node) -> fx.Node | None:
+    """The call of `scaled_dot_product_attention` whose result a node is.
+
+    Where `passes/preserve` doesn't see it, in a function that Dynamo keeps whole or under autocast, it is the first result
+    of what AOTAutograd makes of it on a CPU.
+    """
+    if original(node.target) is aten.scaled_dot_product_attention.default:
+        return node
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return None
+    call = source(node)
+    return call if call.target is aten._scaled_dot_product_flash_attention_for_cpu.default else None
 
 
-def _called(node: fx.Node, c: Canonicaliser) -> Match | Miss:
-    given: dict[str, Any] = {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
-    query, key, value = (operand(given[name], takes_factors=name != "value") for name in _ARGUMENTS[:3])
+def _called(node: fx.Node, call: fx.Node, c: Canonicaliser) -> Match | Miss:
+    if call is not node and any(user is not node and user.users for user in call.users):
+        return Miss(KIND, node, "its sums are used")
+    names = (argument.name for argument in call.target._schema.arguments)  # type: ignore[union-attr]  # an OpOverload
+    given: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    query, key, value = (operand(given[name], takes_factors=name != "value") for name in ("query", "key", "value"))
     mask, scale = given.get("attn_mask"), given.get("scale")
     head_dim = values.last_dim(given["query"])
     if scale is None and head_dim:
@@ -296,7 +319,7 @@ def _with_fill(mask: Mask, addition: Addition) -> Mask:
     """The mask, hiding by what hides: -inf, or the lowest number there is."""
     if values.dtype(addition.node) != torch.bool or addition.fill == -math.inf:
         return mask
-    return Mask(mask.kind, mask.visibility, mask.reason, lowest=True)
+    return replace(mask, lowest=True)
 
 
 def _blank_rows(mask: Mask, softmax: fx.Node | None) -> Literal["zeros", "NaN", "mean"]:

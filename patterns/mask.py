@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
@@ -28,7 +28,7 @@ from .masks.entries import Entries
 from .masks.facts import Facts
 from .masks.formula import Formula, at_least_zero, disjunction, negation, substituted
 from .masks.integers import Entry, Linear, of_size
-from .masks.visibility import Visibility, depends_on_batch_or_head, visibility
+from .masks.visibility import Visibility, depends_on, visibility
 
 _RULES = {**creation.RULES, **elementwise.RULES, **indexing.RULES, **joining.RULES}
 
@@ -74,12 +74,14 @@ class Mask:
         reason: why it is not known.
         lowest: whether a float mask hides keys by the lowest number of its type and not only by -inf: then a query that
             sees no key attends to all alike, and gets no NaN.
+        alike_for_all_heads: whether it is proven to hide the same from all heads of a batch.
     """
 
     kind: Kind
     visibility: Visibility | None = None
     reason: str = ""
     lowest: bool = False
+    alike_for_all_heads: bool = False
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -209,12 +211,13 @@ def _of_formula(visible: Formula, axes: Axes, entries: Entries, by_lowest: bool)
         if entries.facts.equivalent(visible, first):
             visible = first  # the same for all of them
     found = visibility(visible, axes, entries)
-    varies = depends_on_batch_or_head(visible)
+    alike = not depends_on(visible, "head")
+    if depends_on(visible, "batch", "head"):
+        seen, reason = (None, found) if isinstance(found, str) else (found, "")
+        return Mask("per_batch_or_head", seen, reason, by_lowest, alike)
     if isinstance(found, str):
-        return Mask("per_batch_or_head" if varies else "other", None, found, by_lowest)
-    if varies:
-        return Mask("per_batch_or_head", found, "", by_lowest)
-    return _named(found, axes, entries.facts, by_lowest)
+        return Mask("other", None, found, by_lowest, alike)
+    return replace(_named(found, axes, entries.facts, by_lowest), alike_for_all_heads=alike)
 
 
 def _named(found: Visibility, axes: Axes, facts: Facts, by_lowest: bool) -> Mask:
@@ -268,4 +271,5 @@ def _by_value(mask: fx.Node, axes: Axes, facts: Facts, hides: bool) -> Mask | No
     band = band_of(tables[0])
     if band is None:
         return None
-    return _named(Visibility(band, every_query_sees_a_key=bool(tables[0].any(-1).all())), axes, facts, by_lowest)
+    seen = Visibility(band, every_query_sees_a_key=bool(tables[0].any(-1).all()))
+    return replace(_named(seen, axes, facts, by_lowest), alike_for_all_heads=True)

@@ -175,8 +175,7 @@ def _is_alike_for_all_heads(mask: fx.Node, p: Attention) -> bool:
     """Whether a mask [batch, heads, tokens, keys] is, being proven so, or one in memory."""
     value = values.tensor(mask)
     assert value is not None
-    proven = p.mask.visibility is not None and p.mask.kind != "per_batch_or_head"
-    return proven or known_equal(value.stride()[1], 0)
+    return p.mask.alike_for_all_heads or known_equal(value.stride()[1], 0)
 
 
 def _four_axes(node: fx.Node, match: Match, edit: Edit) -> fx.Node:

@@ -80,12 +80,12 @@ def _is_data(part: Formula) -> bool:
         return True
     entries = (atom for atom in atoms(part) if isinstance(atom, Entry))
     by_place = any(isinstance(inner, Axis) for entry in entries for at in entry.index for inner in at.atoms())
-    return by_place or depends_on_batch_or_head(part)
+    return by_place or depends_on(part, "batch", "head")
 
 
-def depends_on_batch_or_head(formula: Formula) -> bool:
-    """Whether a formula speaks of the batch or of the heads."""
-    return any(isinstance(atom, Axis) and atom.name in ("batch", "head") for atom in atoms(formula))
+def depends_on(formula: Formula, *axes: str) -> bool:
+    """Whether a formula speaks of one of these axes, such as "batch"."""
+    return any(isinstance(atom, Axis) and atom.name in axes for atom in atoms(formula))
 
 
 # Padding ---------------------------------------------------------------------------------------------------------

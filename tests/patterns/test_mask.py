@@ -464,6 +464,11 @@ def test_a_float_mask_of_hidden_keys_is_one_of_bools(dtype, hidden):
     assert torch.equal(mask.described(), mask.table)
 
 
+def test_the_lowest_of_bfloat16_hides_in_float32_too():
+    mask = analysed(lambda q, k: torch.full((q, k), torch.finfo(torch.bfloat16).min).triu(1))
+    assert (mask.found.kind, mask.found.lowest) == ("causal", True)
+
+
 BIASES: dict[str, Spelling] = {
     "random": lambda q, k: torch.arange(q * k).view(q, k) * 0.1,
     "large, and no more": lambda q, k: torch.zeros(q, k).masked_fill(columns(k) > rows(q), -10000.0),
@@ -471,7 +476,7 @@ BIASES: dict[str, Spelling] = {
     "of seen keys": lambda q, k: torch.full((q, k), 0.5).masked_fill(columns(k) > rows(q), -math.inf),
     "the slope of ALiBi": lambda q, k: -(rows(q) - columns(k)).abs() * 0.5,
     "NaN": lambda q, k: (columns(k) > rows(q)).float() * -math.inf,
-    "lowest of bfloat16": lambda q, k: torch.full((q, k), torch.finfo(torch.bfloat16).min).triu(1),
+    "nearly the lowest of bfloat16": lambda q, k: torch.full((q, k), -3e38).triu(1),
 }
 
 
