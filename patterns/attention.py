@@ -105,8 +105,8 @@ _WHOLE_LAYER = "{} is a whole layer, whose parts torch.backends.mha.set_fastpath
 def called(node: fx.Node) -> fx.Node | None:
     """The call of `scaled_dot_product_attention` whose result a node is.
 
-    Where `passes/preserve` doesn't see it, in a function that Dynamo keeps whole or under autocast, it is the first result
-    of what AOTAutograd makes of it on a CPU.
+    Where `passes/preserve` doesn't see it, in a function that Dynamo keeps whole or under autocast, it is the first
+    result of what AOTAutograd makes of it on a CPU.
     """
     if original(node.target) is aten.scaled_dot_product_attention.default:
         return node
