@@ -50,7 +50,7 @@ def lower(match: Match, edit: Edit) -> OpContract:
         weight=taps_first(match.inputs["weight"], edit),
         states=_whole_state(match, p, edit) if is_kept else _scratch(match, p, x, edit),
         bias=edit.current(match.inputs["bias"]) if p.bias else None,
-        has_initial_state=edit.current(match.inputs["has_initial"]) if "has_initial" in match.inputs else None,
+        has_initial_state=_flags(match, edit),
         reads_states=p.state is not None,
         activation_mode=SILU if p.activation == "silu" else 0,
     )
@@ -72,6 +72,14 @@ def lower(match: Match, edit: Edit) -> OpContract:
     else:
         _refuse_more_launches(match, olds, edit)
     return contract
+
+
+def _flags(match: Match, edit: Edit) -> fx.Node | None:
+    """For each sequence whether its state counts; the flag of the only one may have no axis."""
+    if "has_initial" not in match.inputs:
+        return None
+    flags = edit.current(match.inputs["has_initial"])
+    return flags if values.shape(flags) else edit.view(flags, [1])
 
 
 def _is_kept(match: Match, p: CausalConv1d) -> bool:

@@ -227,6 +227,64 @@ def test_a_state_that_is_multiplied_by_flags_is_read_as_that() -> None:
         assert same(ours, theirs)
 
 
+class OneByOne(Mixer):
+    """Prompts of lengths that the host knows, behind one another in x: a convolution each."""
+
+    def __init__(self, flags_are: str) -> None:
+        super().__init__(decode)
+        self.flags_are = flags_are
+
+    def forward(self, x: Tensor, pool: Tensor, flags: Tensor) -> Tensor:
+        rows, results = self.before(x).split([3, 1, 5]), []
+        for sequence, part in enumerate(rows):
+            slot, flag = sequence + 1, flags[sequence]
+            if self.flags_are == "scalars":
+                seen = torch.cat([torch.where(flag, pool[slot], 0), part.t()], -1)
+                pool[slot].copy_(seen[:, -(W - 1) :])
+                seen = seen[None]
+            else:
+                old = pool[slot : slot + 1]
+                seen = torch.cat([old * flag if self.flags_are == "factors" else old, part.t()[None]], -1)
+                old.copy_(seen[..., -(W - 1) :])
+            results.append(functional.silu(run(seen, self.conv1d.weight.squeeze(1), self.conv1d.bias))[0])
+        return self.after(torch.cat(results, -1).t())
+
+
+@pytest.mark.parametrize("flags_are", ["scalars", "factors", "unused"])
+def test_sequences_behind_one_another_are_an_op_each(flags_are: str) -> None:
+    model, x, flags = OneByOne(flags_are), drawn(9, C), torch.tensor([True, False, True])
+    ours, theirs = again((pool := pooled(W - 1, batch=5), pool))
+    found = compiled(model, x, ours, flags)
+    with torch.no_grad():
+        torch.testing.assert_close(found.output, model(x, theirs, flags), rtol=3e-2, atol=3e-2)
+    assert same(ours, theirs)
+    assert same(ours[[0, 4]], pool[[0, 4]])
+    assert found.report.ops[OP] == 3
+    assert found.report.launches_after <= found.report.launches_before
+
+
+def test_prompts_behind_slots_of_a_pool() -> None:
+    """As sgl_kernel_npu's own functions of torch have it: flags as factors, and the end of the columns put back."""
+
+    class Pooled(Mixer):
+        def forward(self, x: Tensor, pool: Tensor, slots: Tensor, flags: Tensor) -> Tensor:
+            old = pool[slots] * flags[:, None, None].to(x.dtype)
+            seen = torch.cat([old, self.before(x).transpose(1, 2)], -1)
+            pool[slots] = seen[..., -(W - 1) :]
+            y = functional.silu(run(seen, self.conv1d.weight.squeeze(1), self.conv1d.bias))
+            return self.after(y.transpose(1, 2))
+
+    slots, flags = torch.tensor([3, 1]), torch.tensor([True, False])
+    for tokens in (1, 2, 5):
+        model, x, pool = Pooled(decode), drawn(B, tokens, C), drawn(5, C, W - 1, seed=1)
+        ours, theirs = pool.clone(), pool.clone()
+        found = compiled(model, x, ours, slots, flags)
+        with torch.no_grad():
+            torch.testing.assert_close(found.output, model(x, theirs, slots, flags), rtol=3e-2, atol=3e-2)
+        assert same(ours, theirs)
+        assert found.report.ops[OP] == 1
+
+
 def test_an_old_state_that_is_read_later_is_not_overwritten() -> None:
     class Late(Mixer):
         def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
