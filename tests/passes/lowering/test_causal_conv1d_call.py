@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
@@ -363,3 +365,44 @@ def test_each_call_is_kept_in_its_place(kind: type[Layer]) -> None:
 def test_what_is_read_later_keeps_its_value(kind: type[Layer]) -> None:
     found = check(kind(), (drawn(2, 1, D), drawn(2, 3, D)))
     assert site(found).status == "lowered"
+
+
+# What a program may do with a pool besides: (layer, x, pool) -> something that is given back.
+STEPS: dict[str, Callable[[Layer, Tensor, Tensor], Tensor]] = {
+    "call": lambda layer, x, pool: layer.run(x, pool, UPDATE),
+    "call on a copy": lambda layer, x, pool: layer.run(x.clone(), pool.clone(), UPDATE),
+    "call on a copy, put back": lambda layer, x, pool: copied(layer, x, pool, lambda: None),
+    "the same with a write between": lambda layer, x, pool: copied(layer, x, pool, lambda: pool[1].add_(1)),
+    "the same with a read behind": lambda layer, x, pool: copied(layer, x, pool, lambda: None) + pool.sum(),
+    "rows of x": lambda layer, x, pool: pool.index_put_((torch.tensor([1]),), x[:1].expand(-1, W - 1, -1)).sum(),
+    "scaled": lambda layer, x, pool: pool.mul_(0.5)[0] * 2,
+    "read": lambda layer, x, pool: pool.float().sum(-1),
+    "kept": lambda layer, x, pool: pool.clone(),
+}
+
+
+def copied(layer: Layer, x: Tensor, pool: Tensor, between: Callable[[], object]) -> Tensor:
+    states = pool.clone()
+    y = layer.run(x, states, UPDATE)
+    between()
+    pool.copy_(states)
+    return y
+
+
+class Program(Layer):
+    """Some of these, one after the other."""
+
+    def __init__(self, steps: list[str]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, x: Tensor, pool: Tensor) -> tuple[Tensor, ...]:
+        x = self.before(x)
+        return tuple(STEPS[step](self, x, pool) for step in self.steps)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.sampled_from(sorted(STEPS)), min_size=2, max_size=5))
+def test_any_order_of_calls_reads_and_writes_is_kept(steps: list[str]) -> None:
+    found = check(Program(steps), (drawn(2, 1, D), drawn(2, W - 1, D)))
+    assert all(site.status == "lowered" for site in found.report.sites if site.kind == "causal_conv1d")
