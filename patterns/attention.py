@@ -243,11 +243,12 @@ def _attention(
         inputs["compressed_mask"] = compressed  # it is read, and hides what `mask` says
     q_len, kv_len = (values.shape(o.node)[-1 if o.transposed else -2] for o in (found.q, found.k))
     traits, hides = list(found.traits), False
-    for addition in found.additions:
-        of = c.masks.of(addition.node, q_len, kv_len, hides=addition.hides)
+    masks = [(c.masks.of(added.node, q_len, kv_len, hides=added.hides), added) for added in found.additions]
+    for of, addition in sorted(masks, key=lambda pair: pair[0].kind == "all_true"):  # what hides something goes first
         name = "bias" if of.kind == "bias" else "mask"
         if name in inputs:
-            traits.append(f"a second {name}")
+            traits += [f"a second {name}"] if of.kind != "all_true" else []
+            inputs[f"{name}_{len(inputs)}"] = addition.node
             continue
         inputs[name] = addition.node
         traits += _traits(addition, found.q, name == "bias")

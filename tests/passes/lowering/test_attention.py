@@ -763,6 +763,26 @@ def test_a_bias_and_a_mask() -> None:
     assert "pse_shift" in arguments
 
 
+def test_zeros_beside_a_mask_are_nothing() -> None:
+    """As T5 adds them where layers have no bias."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT * SCALE + torch.zeros(1, HEADS, TOKENS, TOKENS, dtype=q.dtype)
+        return attend(scores + torch.full((TOKENS, TOKENS), -INF, dtype=q.dtype).triu(1), v)
+
+    arguments = of_infer(check(function, *qkv()))
+    assert arguments["sparse_mode"] == 3
+    assert "pse_shift" not in arguments
+
+
+def test_two_masks_are_refused() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        scores = (q @ k.mT * SCALE).masked_fill(~keep, -INF)
+        return attend(scores + torch.full((TOKENS, TOKENS), -INF, dtype=q.dtype).triu(1), v)
+
+    assert "a second mask" in refused(function, *qkv(), torch.tensor([True] * (TOKENS - 1) + [False]))
+
+
 def test_a_bias_of_another_type_is_refused() -> None:
     def added(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
         return torch.softmax(q @ k.mT * SCALE + x, -1).to(q.dtype) @ v
