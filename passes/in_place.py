@@ -204,6 +204,8 @@ class _InPlace:
         self, settled: set[fx.Node], parts: list[torch.Tensor], places: Mapping[fx.Node, torch.Tensor]
     ) -> None:
         """Of several parts that are put in one after the other, nothing may read a value that has only some of them."""
+        if len(parts) < 2:
+            return
         held: dict[fx.Node, set[int]] = {}
         for node in sorted(settled):
             base, part = node.args[:2]
