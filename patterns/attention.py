@@ -126,8 +126,11 @@ def _called(node: fx.Node, call: fx.Node, c: Canonicaliser) -> Match | Miss:
     head_dim = values.last_dim(given["query"])
     if scale is None and head_dim:
         scale = 1 / math.sqrt(head_dim)
-    if given.get("dropout_p", 0.0) != 0 or not isinstance(scale, (int, float)):
-        return Miss(KIND, node, "its scale or its dropout is known only when it runs")
+    if given.get("dropout_p", 0.0) != 0:
+        return Miss(KIND, node, "it has dropout")
+    if not isinstance(scale, (int, float)):
+        sizes = _text(tuple(values.shape(given["query"])))
+        return Miss(KIND, node, "its scale is known only when it runs: its query is {}", (sizes,))
     added = (Addition(values.strip_widening(mask), shape=values.shape(node)),) if mask is not None else ()
     flag = CAUSAL_FLAG if given.get("is_causal", False) else NO_MASK
     return _attention(node, Scores(query, key, float(scale), added), value, c, mask=flag)

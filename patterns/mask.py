@@ -74,6 +74,7 @@ class Mask:
         reason: why it is not known.
         lowest: whether a float mask hides keys by the lowest number of its type and not only by -inf: then a query that
             sees no key attends to all alike, and gets no NaN.
+        only_hides: whether a float mask is proven to add nothing but 0 and what hides a key.
         alike_for_all_heads: whether it is proven to hide the same from all heads of a batch.
     """
 
@@ -81,6 +82,7 @@ class Mask:
     visibility: Visibility | None = None
     reason: str = ""
     lowest: bool = False
+    only_hides: bool = False
     alike_for_all_heads: bool = False
 
     @property
@@ -202,7 +204,7 @@ def _by_formula(mask: fx.Node, axes: Axes, entries: Entries, hides: bool) -> Mas
             return Mask("bias", reason=f"it adds {number or 'numbers that are not known'}, and not only 0 and -inf")
         elif number != -math.inf:
             by_lowest = True
-    return _of_formula(seen, axes, entries, by_lowest)
+    return replace(_of_formula(seen, axes, entries, by_lowest), only_hides=True)
 
 
 def _of_formula(visible: Formula, axes: Axes, entries: Entries, by_lowest: bool) -> Mask:
@@ -214,9 +216,9 @@ def _of_formula(visible: Formula, axes: Axes, entries: Entries, by_lowest: bool)
     alike = not depends_on(visible, "head")
     if depends_on(visible, "batch", "head"):
         seen, reason = (None, found) if isinstance(found, str) else (found, "")
-        return Mask("per_batch_or_head", seen, reason, by_lowest, alike)
+        return Mask("per_batch_or_head", seen, reason, by_lowest, alike_for_all_heads=alike)
     if isinstance(found, str):
-        return Mask("other", None, found, by_lowest, alike)
+        return Mask("other", None, found, by_lowest, alike_for_all_heads=alike)
     return replace(_named(found, axes, entries.facts, by_lowest), alike_for_all_heads=alike)
 
 
@@ -272,4 +274,4 @@ def _by_value(mask: fx.Node, axes: Axes, facts: Facts, hides: bool) -> Mask | No
     if band is None:
         return None
     seen = Visibility(band, every_query_sees_a_key=bool(tables[0].any(-1).all()))
-    return replace(_named(seen, axes, facts, by_lowest), alike_for_all_heads=True)
+    return replace(_named(seen, axes, facts, by_lowest), only_hides=True, alike_for_all_heads=True)

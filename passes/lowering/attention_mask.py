@@ -157,7 +157,7 @@ def _hidden(match: Match, query: fx.Node, key: fx.Node, edit: Edit) -> fx.Node:
     mask, p = edit.current(match.inputs["mask"]), match.params
     assert isinstance(p, Attention)
     is_float = values.dtype(mask) != torch.bool
-    if is_float and p.mask.visibility is None:
+    if is_float and not p.mask.only_hides:
         raise Refused(f"its mask is float, and {p.mask.reason or 'not known to hide keys only'}")
     found = _four_axes(mask, match, edit)
     if not known_equal(values.shape(found)[1], 1):

@@ -64,7 +64,7 @@ def _mask(match: Match, p: Attention, edit: Edit) -> dict[str, Any]:
     if p.mask.lowest and not proven:
         raise Refused("a query that sees no key gets the mean of all values, of torch's attention zeros")
     if values.dtype(mask) != torch.bool:
-        if p.mask.visibility is None:
+        if not p.mask.only_hides:
             raise Refused(f"its mask is {values.dtype(mask)}, and {p.mask.reason or 'not known to hide keys only'}")
         return {"attn_mask": edit.call(aten.eq.Scalar, mask, 0)}
     return {"attn_mask": edit.call(aten.logical_not.default, mask) if p.hides else mask}

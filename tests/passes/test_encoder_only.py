@@ -537,10 +537,10 @@ def test_attention_that_is_nearly_recognised_is_told_with_what_differs() -> None
     torch._dynamo.mark_dynamic(x, 3)
     found = compiled(attention, x, causal(x))
     (site,) = sites(found)
-    assert (site.status, site.reason) == (
-        "missed",
-        "attn_type of the compiled module is encoder_only, and no attention is recognised there: its scale or its"
-        " dropout is known only when it runs",
+    assert site.status == "missed"
+    assert (site.reason or "").startswith(
+        "attn_type of the compiled module is encoder_only, and no attention is recognised there: its scale is known"
+        f" only when it runs: its query is [2, 6, {TOKENS}, s"
     )
 
 

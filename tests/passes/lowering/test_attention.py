@@ -514,6 +514,26 @@ def test_a_mask_that_is_expanded_to_all_heads_is_one() -> None:
     assert "one for each of" in refused(sdpa, *qkv(), mask.repeat(1, HEADS, 1, 1))
 
 
+def test_a_float_mask_that_only_hides_is_given_as_bools_though_what_it_hides_is_not_known() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -INF)
+        return sdpa(q, k, v, mask)
+
+    hidden = torch.rand(TOKENS, TOKENS, generator=torch.Generator().manual_seed(0)) < 0.5
+    hidden[1] = True  # a query that sees no key
+    (found,) = calls(check(function, *qkv(), hidden))
+    assert found["atten_mask"].meta["val"].dtype == torch.bool
+
+
+def test_what_hides_by_a_number_of_an_input_is_a_bias() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, number: Tensor) -> Tensor:
+        mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, number)
+        return sdpa(q, k, v, mask)
+
+    hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    assert "numbers are added" in refused(function, *qkv(), hidden, torch.tensor(-2.0, dtype=BF16))
+
+
 def test_a_mask_of_each_batch_where_there_are_no_heads() -> None:
     q, k, v = tensors(*[(BATCH, TOKENS, HEAD_DIM)] * 3)
     mask = mask_inputs()["[batch, 1, queries, keys]"][:, 0]
