@@ -51,7 +51,7 @@ class Compiled:
         graph.output(graph.graph_copy(self.before.graph, copies))
         restore(graph)
         interpreter = _Recorder(fx.GraphModule(self.before, graph))
-        inputs = [given.clone() if isinstance(given, torch.Tensor) else given for given in self.inputs]
+        inputs = [_snapshot(given) if isinstance(given, torch.Tensor) else given for given in self.inputs]
         with torch.no_grad():
             interpreter.run(*inputs)
         return {node: interpreter.values[copy] for node, copy in copies.items()}
@@ -66,8 +66,14 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        self.values[n] = value.clone() if isinstance(value, torch.Tensor) else value
+        self.values[n] = _snapshot(value) if isinstance(value, torch.Tensor) else value
         return value
+
+
+def _snapshot(value: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of the original, by which kernels choose how they round."""
+    storage = value.untyped_storage().clone()
+    return torch.empty(0, dtype=value.dtype).set_(storage, value.storage_offset(), value.shape, value.stride())
 
 
 class _RecordingBackend(Backend):
