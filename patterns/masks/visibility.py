@@ -62,9 +62,9 @@ def visibility(visible: Formula, axes: Axes, entries: Entries) -> Visibility | s
     of_data = conjunction(*(part for part in parts if _is_data(part)))
     padding = _padding(of_data, axes, entries) if of_data is not True else None
     if of_data is not True and padding is None:
-        if any(isinstance(part, Holds) and part.entry.node.op == "placeholder" for part in literals(of_data)):
-            return "it is read from an input of the graph, which may hold anything but padding of keys"
-        return "it depends on data in another way than by keys that are padding or by packed sequences"
+        given = any(isinstance(part, Holds) and part.entry.node.op == "placeholder" for part in literals(of_data))
+        data = "data that is handed in," if given else "data"
+        return f"it depends on {data} in another way than by keys that are padding or by packed sequences"
     positions = conjunction(*(part for part in parts if not _is_data(part)))
     band, chunk = banded(positions, axes, facts), None
     if band is None:
