@@ -45,12 +45,13 @@ def calls(monkeypatch):
 
         return call
 
-    graph, module = torch.npu.NPUGraph, torch_npu.npu.graphs
+    graph = torch.npu.NPUGraph
+    used = graph.capture_begin.__globals__  # of the module that runs: it may have been imported under two names
     monkeypatch.setattr(graph, "capture_begin", lambda self, *pool, **kwargs: calls.append(("begin", pool, kwargs)))
     monkeypatch.setattr(graph, "capture_end", note("end"))
     monkeypatch.setattr(graph, "replay", note("replay"))
     for name in ("graph_task_group_begin", "graph_task_group_end", "graph_task_update_begin", "graph_task_update_end"):
-        monkeypatch.setattr(module, name, note(name))
+        monkeypatch.setitem(used, name, note(name))
     monkeypatch.setattr(torch.npu, "ExternalEvent", lambda: ExternalEvent(calls))
     monkeypatch.setattr(torch_npu, f"_{OP}_get_max_workspace", lambda *a, **k: torch.empty(8, device="npu"))
     monkeypatch.setattr(
