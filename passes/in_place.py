@@ -27,7 +27,7 @@ from ..runtime.sizes import is_contiguous, known_equal, known_same_shape, known_
 from .cleanup import erase_dead
 from .effects import is_pure
 from .report import Site
-from .rewriter import Refused, Rewriter, same_layout, storages
+from .rewriter import Refused, Rewriter, same_layout
 from .writes import PUTS, Write, view_of, write
 
 aten = torch.ops.aten
@@ -73,7 +73,7 @@ class _InPlace:
                 yield from self._try(candidate)
 
     def _try(self, candidate: Write) -> Iterator[Site]:
-        roots = [self.roots.get(storage) for base in candidate.bases for storage in storages(base)]
+        roots = [self.roots.get(storage) for base in candidate.bases for storage in values.storages(base)]
         if not all(root is not None and self._is_ours(root) for root in roots):
             return
         is_input = any(root in self.epilogues for root in roots)
@@ -104,7 +104,7 @@ class _InPlace:
             self.moved[node] = self.moved.get(node, frozenset()) | left
 
     def _hold(self, node: fx.Node) -> None:
-        for storage in storages(node):
+        for storage in values.storages(node):
             self.holders.setdefault(storage, set()).add(node)
 
     def _readers(self, memory: frozenset[int], behind: fx.Node) -> list[fx.Node]:
@@ -114,7 +114,7 @@ class _InPlace:
 
     def _follow(self, node: fx.Node) -> None:
         """A view of what lies elsewhere now lies there too."""
-        lay = storages(node)
+        lay = values.storages(node)
         if any(lay & self.moved.get(n, frozenset()) for n in node.all_input_nodes):
             self._move([node], lay)
             node.meta["val"] = self.rewriter.fake(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ class _InPlace:
         base = node.args[0]
         assert isinstance(base, fx.Node)
         if self._is_done(node, {}):
-            self._move([base], storages(node))
+            self._move([base], values.storages(node))
             node.replace_all_uses_with(base)
             self.rewriter.graph.erase_node(node)
 
@@ -151,7 +151,7 @@ class _InPlace:
         settled: set[fx.Node] = set()
         read = _memory_of(candidate.reads)
         for base in candidate.bases:
-            if storages(base) & read:
+            if values.storages(base) & read:
                 raise Refused("it reads the buffer that it writes")
             if overlaps_itself(value(base)):
                 sizes, strides = tuple(values.shape(base)), value(base).stride()
@@ -160,7 +160,7 @@ class _InPlace:
             raise Refused("it writes one buffer through two arguments")
         written = list(zip(candidate.bases, candidate.results, strict=True))
         for memory in _memory_of(candidate.bases):
-            settled |= self._judge_behind(candidate, memory, [of for of in written if memory in storages(of[0])])
+            settled |= self._judge_behind(candidate, memory, [of for of in written if memory in values.storages(of[0])])
         return settled
 
     def _judge_behind(
@@ -188,9 +188,9 @@ class _InPlace:
             if node.target in PUTS and self._is_done(node, places) and _may_lie(node, node.args[0]):
                 places[node] = self._place(node.args[0], places)  # type: ignore[arg-type]  # a node
                 settled.add(node)
-                for reader in self._readers(storages(node), behind=node):
+                for reader in self._readers(values.storages(node), behind=node):
                     heapq.heappush(pending, reader)
-            elif memory in _memory_of(node.all_input_nodes) and not (memory in storages(node) and is_pure(node)):
+            elif memory in _memory_of(node.all_input_nodes) and not (memory in values.storages(node) and is_pure(node)):
                 raise Refused(f"the old value is read later, by {_name(node)}")  # what reads a view is judged itself
         else:
             if epilogue is not None:
@@ -219,7 +219,7 @@ class _InPlace:
 
     def _judge_end(self, epilogue: fx.Node, memory: int, new: frozenset[int], is_final: bool) -> None:
         """Behind its last value no other is read that lay in a buffer, and the caller gets none of them."""
-        if memory in storages(epilogue.args[1]):
+        if memory in values.storages(epilogue.args[1]):
             raise Refused(_NOT_ITS_OWN)
         for node in self._readers(new, behind=epilogue):
             if not is_final or (node.op == "output" and new & _memory_of(self._returned(node))):
@@ -252,7 +252,7 @@ class _InPlace:
         if node in places:
             return places[node]
         of = node.args[0] if node.args else None
-        if not isinstance(of, fx.Node) or values.tensor(of) is None or storages(of) != storages(node):
+        if not isinstance(of, fx.Node) or values.tensor(of) is None or values.storages(of) != values.storages(node):
             return value(node)
         whole = self._place(of, places)
         if whole is value(of):
@@ -316,7 +316,7 @@ def _roots(graph: fx.Graph) -> dict[int, fx.Node]:
     roots: dict[int, fx.Node] = {}
     shared = set()
     for node in graph.nodes:
-        for storage in storages(node):
+        for storage in values.storages(node):
             if node.op == "placeholder" and storage in roots:
                 shared.add(storage)
             roots.setdefault(storage, node)
@@ -333,7 +333,7 @@ def _epilogues(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _memory_of(nodes: Iterable[fx.Node | None]) -> frozenset[int]:
-    return frozenset().union(*map(storages, nodes))
+    return frozenset().union(*map(values.storages, nodes))
 
 
 def _name(node: fx.Node) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -446,11 +445,11 @@ class Edit:
 
     def _follow_views(self, old: fx.Node, new: fx.Node) -> None:
         """Views of what is replaced are now views of what replaces it."""
-        lay = storages(old) - storages(new)
+        lay = values.storages(old) - values.storages(new)
         pending = list(new.users)
         while pending:
             node = pending.pop()
-            if lay & storages(node) and is_pure(node):
+            if lay & values.storages(node) and is_pure(node):
                 node.meta["val"] = self.rewriter.fake(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
                 pending.extend(node.users)
 
@@ -493,12 +492,6 @@ class Edit:
 
 def _value(argument: Any) -> Any:
     return argument.meta["val"] if isinstance(argument, fx.Node) else argument
-
-
-def storages(node: object) -> frozenset[int]:
-    """What identifies the memory of a node's value, of all tensors in it."""
-    found = pytree.tree_leaves(node.meta.get("val")) if isinstance(node, fx.Node) else ()
-    return frozenset(v.untyped_storage()._cdata for v in found if isinstance(v, torch.Tensor))
 
 
 # Ops of torch, and Python's of their results.

@@ -24,9 +24,9 @@ from .fusion_attention import is_fusion_attention, read
 from .linear import is_matmul
 from .mask import CAUSAL_FLAG, NO_MASK, Mask
 from .match import Findings, Match, Miss
-from .movement import COPIES, ROW_MAJOR_VIEWS, changes_nothing, source
+from .movement import COPIES, source
 from .preserved import original
-from .scores import Addition, Operand, Scores, is_last, operand, scores
+from .scores import Addition, Operand, Scores, changes_no_value, is_last, operand, scores
 from .spelling import Spelling, spell
 
 aten = torch.ops.aten
@@ -170,7 +170,7 @@ def _softmax(weights: fx.Node) -> tuple[fx.Node | None, tuple[str, ...]]:
     """The softmax along the last axis below a matmul's left operand, and what is done to its weights on the way."""
     node, traits = weights, list[str]()
     while True:
-        if values.is_float_cast(node) or node.target in COPIES or _keeps_rows(node):
+        if changes_no_value(node):
             node = source(node)
         elif node.target is aten.slice.Tensor and _cuts_the_last(node):
             traits.append("sinks")
@@ -191,14 +191,6 @@ def _exponentials(node: fx.Node) -> fx.Node | None:
     above, below = node.all_input_nodes
     is_sum = below.target is aten.sum.dim_IntList and below.args[0] is above and below.args[2:] == (True,)
     return above if is_sum and above.target is aten.exp.default and is_last(below.args[1], above) else None
-
-
-def _keeps_rows(node: fx.Node) -> bool:
-    """True for views that keep the last two axes, and those that change nothing."""
-    if changes_nothing(node):
-        return True
-    before = values.shape(source(node)) if node.target in ROW_MAJOR_VIEWS else ()
-    return len(before) > 1 and values.same_shape(before[-2:], values.shape(node)[-2:])
 
 
 def _cuts_the_last(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from ..runtime.sizes import Size, known_equal, static_int
 from . import values
 from .canonical import Canonicaliser
 from .match import Findings
-from .movement import Sizes, concrete, is_movement, permutation, source
+from .movement import PERMUTATIONS, Sizes, concrete, is_movement, permutation, source
 
 aten = torch.ops.aten
 
@@ -265,14 +265,13 @@ _PICKS: Mapping[object, tuple[int, str]] = {
     aten.slice_scatter.default: (2, "dim"),
     aten.select_scatter.default: (2, "dim"),
 }
-_PERMUTATIONS = frozenset({aten.transpose.int, aten.permute.default, aten.t.default})
 
 
 def _picks_along_leading_axes(f: Formula) -> bool:
     """Whether elements may be picked by number along another axis than x's last: at other sizes, others are picked."""
     leading = values.shape(f.x)[:-1]
     for node in f.nodes:
-        if node.target in _PERMUTATIONS and not _keeps_leading_axes(node, leading):
+        if node.target in PERMUTATIONS and not _keeps_leading_axes(node, leading):
             return True
         if node.target in _PICKS and not _takes_all(node):
             shape = values.shape(source(node))

@@ -56,9 +56,9 @@ class Canonicaliser:
             return
         arguments = node.target._schema.arguments  # type: ignore[union-attr]  # what writes is an op
         given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
-        written = {storage for name in names for storage in _storages(given.get(name))}
+        written = {storage for name in names for storage in values.storages(given.get(name))}
         for other in self.terms:
-            if written & _storages(other):
+            if written & values.storages(other):
                 self.terms[other] = self.pool.call("written", self.pool.leaf(node), self.pool.leaf(other))
                 self.numbers[other] = self._known.setdefault((node, other), len(self._known))
 
@@ -86,14 +86,6 @@ class Canonicaliser:
         if not is_functional(node):
             return self.pool.leaf(node)
         return self.pool.call(str(node.target), self.numbers[node])
-
-
-def _storages(value: object) -> frozenset[int]:
-    """What identifies the storages of fake tensors: of a node, or of a list of nodes."""
-    if isinstance(value, (list, tuple)):
-        return frozenset().union(*map(_storages, value))
-    tensor = values.tensor(value)
-    return frozenset() if tensor is None else frozenset({tensor.untyped_storage()._cdata})
 
 
 def _hashable(value: object, numbers: Mapping[fx.Node, int]) -> Hashable:

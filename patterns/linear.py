@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from . import values
-from .movement import ROW_MAJOR_VIEWS, source
+from .movement import ROW_MAJOR_VIEWS, permutation, source
 from .preserved import original
 
 aten = torch.ops.aten
@@ -101,13 +101,7 @@ def _transposed(weight: object) -> fx.Node | None:
     """The matrix of which this node is the transpose."""
     if not isinstance(weight, fx.Node) or len(values.shape(weight)) != 2:
         return None
-    swaps = ((0, 1), (1, 0), (-1, -2), (-2, -1), (0, -1), (-1, 0), (1, -2), (-2, 1))
-    swapped = {
-        aten.t.default: lambda: True,
-        aten.transpose.int: lambda: weight.args[1:] in swaps,
-        aten.permute.default: lambda: tuple(weight.args[1]) in ((1, 0), (-1, -2)),  # type: ignore[arg-type]  # a list
-    }.get(weight.target, lambda: False)  # type: ignore[call-overload]  # any target may be asked for
-    return source(weight) if swapped() else None
+    return source(weight) if permutation(weight) == (1, 0) else None
 
 
 def _linear(node: fx.Node, x: object, weight: object, bias: object) -> Linear | None:

@@ -177,16 +177,10 @@ def _is_written(mask: fx.Node) -> bool:
         storage
         for node in takewhile(lambda node: node is not mask, mask.graph.nodes)
         if getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-        for storage in map(_storage, node.all_input_nodes)
-    } - {None}
+        for storage in values.storages(node.all_input_nodes)
+    }
     cone = walk(mask, lambda node: False, limit=len(mask.graph.nodes)) if written else None
-    return cone is not None and any(_storage(node) in written for node in (*cone.nodes, *cone.inputs))
-
-
-def _storage(node: fx.Node) -> int | None:
-    """What identifies the storage of a node's fake tensor."""
-    tensor = values.tensor(node)
-    return None if tensor is None else tensor.untyped_storage()._cdata
+    return cone is not None and bool(written & values.storages((*cone.nodes, *cone.inputs)))
 
 
 def _by_formula(mask: fx.Node, axes: Axes, entries: Entries, hides: bool) -> Mask:

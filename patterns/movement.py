@@ -45,6 +45,7 @@ VIEWS = frozenset(
         aten.detach.default,
     }
 )
+PERMUTATIONS = frozenset({aten.transpose.int, aten.permute.default, aten.t.default})
 _RESHAPES = frozenset({aten._unsafe_view.default, aten.reshape.default})
 # Views that keep the elements in row-major order.
 ROW_MAJOR_VIEWS = _RESHAPES | {aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims}
@@ -77,7 +78,7 @@ def changes_nothing(node: fx.Node) -> bool:
 
 def permutation(node: fx.Node) -> tuple[int, ...] | None:
     """The axes of its input, in the order of its own, of a node that permutes axes; else None."""
-    if values.tensor(node) is None or node.target not in (aten.transpose.int, aten.permute.default, aten.t.default):
+    if values.tensor(node) is None or node.target not in PERMUTATIONS:
         return None
     rank = len(values.shape(node))
     axes: Any = node.args[1:]
@@ -153,7 +154,7 @@ Role = Literal["head", "dim", "unit", "tokens"] | int
 
 def strip_unit_axes(node: fx.Node) -> fx.Node:
     """The node below all views that only add or remove axes of size one."""
-    while node.target in VIEWS and node.target not in (aten.transpose.int, aten.permute.default, aten.t.default):
+    while node.target in VIEWS and node.target not in PERMUTATIONS:
         below = source(node)
         if values.tensor(below) is None or values.tensor(node) is None:
             break

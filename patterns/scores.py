@@ -96,7 +96,7 @@ def scores(node: fx.Node) -> Scores | None:
     op: Any = node.target
     if is_matmul(node):
         return _product(*node.args[:2])
-    if _changes_no_value(node):
+    if changes_no_value(node):
         return scores(source(node))
     if (factor := _factor(node)) is not None:
         below, by = factor
@@ -121,7 +121,7 @@ def scores(node: fx.Node) -> Scores | None:
     return None
 
 
-def _changes_no_value(node: fx.Node) -> bool:
+def changes_no_value(node: fx.Node) -> bool:
     """True for casts, copies, and views that keep the last two axes."""
     if values.is_float_cast(node) or node.target in COPIES or changes_nothing(node):
         return True
@@ -166,7 +166,7 @@ def _of_one_number(value: object) -> object:
 
 def _soft_capped(node: fx.Node) -> Scores | None:
     """tanh(scores / cap), which a factor brings back to the size of scores."""
-    while _changes_no_value(node):
+    while changes_no_value(node):
         node = source(node)
     return scores(source(node)) if node.target is aten.tanh.default else None
 

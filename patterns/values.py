@@ -23,6 +23,14 @@ def tensor(node: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def storages(value: object) -> frozenset[int]:
+    """What identifies the memory of fake tensors: of all in a node's value, or of a list of nodes."""
+    found = value.meta.get("val") if isinstance(value, fx.Node) else value
+    if isinstance(found, torch.Tensor):
+        return frozenset({found.untyped_storage()._cdata})
+    return frozenset().union(*map(storages, found)) if isinstance(found, (list, tuple)) else frozenset()
+
+
 def shape(node: fx.Node) -> tuple[Size, ...]:
     """Shape of a tensor-valued node."""
     value = tensor(node)
