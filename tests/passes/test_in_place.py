@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _ops() -> Iterator[None]:
+def _ops(undeclared_aliases: None) -> Iterator[None]:
     library = torch.library.Library("npu_fuse_test_in_place", "FRAGMENT")
     library.define("store(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!)? v_cache, int at) -> Tensor")
     library.impl("store", _store, "CompositeExplicitAutograd")

@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _ops() -> Iterator[None]:
+def _ops(undeclared_aliases: None) -> Iterator[None]:
     library = torch.library.Library("npu_fuse_test_truthful", "FRAGMENT")
 
     def define(schema: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
