@@ -1,0 +1,1 @@
+"""What a compilation did, in the forms that people read: code, pages, tables, files."""

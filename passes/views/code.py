@@ -1,0 +1,181 @@
+"""Nodes of a graph as lines of text, and a graph as a Python file that runs alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...patterns import values
+from ...runtime.sizes import Size
+
+_SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+def lines(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """Each node as `name: bf16[2, 16] = aten.mul.Tensor(x, 2)`."""
+    return tuple(map(line, nodes))
+
+
+def line(node: fx.Node) -> str:
+    """One node as text."""
+    args = [str(_shown(value)) for value in node.args]
+    args += [f"{name}={_shown(value)}" for name, value in node.kwargs.items()]
+    called = str(node.target)
+    if node.op == "placeholder":
+        return f"{node.name}: {kind_of(node.meta.get('val'))}"
+    if node.op == "get_attr":
+        return f"{node.name}: {kind_of(node.meta.get('val'))} = self.{called}"
+    if node.op == "output":
+        return f"return {', '.join(args)}"
+    if not isinstance(node.target, str) and not hasattr(node.target, "_schema"):
+        called = getattr(node.target, "__name__", called)
+    return f"{node.name}: {kind_of(node.meta.get('val'))} = {called}({', '.join(args)})"
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value as it is written on a line: `bf16[2, s0, 64]`, `int`."""
+    if isinstance(value, torch.Tensor):
+        return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{', '.join(map(str, value.shape))}]"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(kind_of, value))})"
+    return {torch.SymInt: "int", torch.SymFloat: "float", torch.SymBool: "bool"}.get(type(value), type(value).__name__)
+
+
+class _Text(str):
+    """Text that is shown without quotes, within lists too."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _shown(argument: Any) -> Any:
+    def text(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return _Text(value.name)
+        return _Text(str(value)) if isinstance(value, (torch.dtype, torch.device, torch._ops.OpOverload)) else value
+
+    shown = fx.node.map_aggregate(argument, text)
+    return repr(shown) if isinstance(shown, str) else shown
+
+
+_ASSIGNED = re.compile(r"\s+(\w+) = ")
+
+
+def script(module: fx.GraphModule, title: str) -> str:
+    """A graph as a Python file: each node under the module and the line that wrote it, and inputs to run it with.
+
+    Sizes that are symbolic get the values that they had when the graph was compiled. Tensors that the graph holds are
+    drawn at random, as its inputs are: the file shows what is computed, and runs it, on numbers of its own.
+
+    Args:
+        module: AOTAutograd's graph, with fake values in `meta["val"]`.
+        title: the first line of the file.
+    """
+    code = module.graph.python_code("self")
+    nodes = {node.name: node for node in module.graph.nodes}
+    body: list[str] = []
+    written = None
+    for text in code.src.strip().split("\n"):
+        assigned = _ASSIGNED.match(text)
+        node = nodes.get(assigned[1]) if assigned else None
+        if node is not None and node.op == "call_function":
+            origin = "  ".join(part for part in (values.module_path(node), values.source_line(node)) if part)
+            if origin and origin != written:
+                body.append(f"        # {origin}")
+                written = origin
+        body.append(f"    {text}" if text else "")
+    held = module.graph.find_nodes(op="get_attr")
+    placeholders = module.graph.find_nodes(op="placeholder")
+    attributes = [f"        self.{n.target} = {_made(n.meta.get('val'))}" for n in held]
+    return "\n".join(
+        [
+            f'"""{title}"""',
+            "",
+            *_imports(code.src, code.globals),
+            "",
+            "from npu_fuse.runtime.effects import register_known",
+            "from npu_fuse.runtime.ops.register import register",
+            "from npu_fuse.runtime.target import Target",
+            "",
+            "register(Target.detect())",
+            "register_known()",
+            "",
+            "",
+            "class Graph(torch.nn.Module):",
+            "    def __init__(self):",
+            "        super().__init__()",
+            *dict.fromkeys(attributes),
+            "",
+            *body,
+            "",
+            "",
+            "def inputs():",
+            "    return [",
+            *(f"        {_made(node.meta.get('val'))},  # {node.name}" for node in placeholders),
+            "    ]",
+            "",
+            "",
+            'if __name__ == "__main__":',
+            "    torch.manual_seed(0)",
+            "    with torch.no_grad():",
+            "        print(Graph()(*inputs()))",
+            "",
+        ]
+    )
+
+
+def _imports(source: str, names: dict[str, Any]) -> Iterator[str]:
+    """What makes the names in fx's code mean what they mean."""
+    yield "import torch"
+    for name, value in sorted(names.items()):
+        if name == "torch" or not re.search(rf"\b{name}\b", source):
+            continue
+        if isinstance(value, float):  # inf and nan
+            yield f"{name} = float({str(value)!r})"
+        elif type(value).__name__ == "module":
+            yield f"import {value.__name__} as {name}"
+        else:
+            module = getattr(value, "__module__", None) or "builtins"
+            if module != "builtins" and getattr(value, "__name__", None):
+                alias = "" if value.__name__ == name else f" as {name}"
+                yield f"from {module} import {value.__name__}{alias}"
+            else:
+                yield f"{name} = type(None)" if value is type(None) else f"{name} = {value!r}"
+
+
+def _made(value: Any) -> str:
+    """An expression that makes a value like this one."""
+    if isinstance(value, torch.Tensor):
+        shape, stride = tuple(map(_number, value.shape)), tuple(map(_number, value.stride()))
+        empty = f"torch.empty_strided({shape}, {stride}, dtype={value.dtype})"
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            return f"{empty}.normal_()"
+        return f"{empty}.random_(2)" if value.dtype == torch.bool else f"{empty}.zero_()"
+    if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
+        return str(_number(value))
+    return repr(value)
+
+
+def _number(size: Size) -> int:
+    """A size as it was when the graph was compiled."""
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return int(hint) if hint is not None else (size if isinstance(size, int) else 2)
