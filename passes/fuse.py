@@ -10,6 +10,7 @@ from ..runtime.options import Options
 from .lowering import LOWERINGS
 from .report import Site
 from .rewriter import Refused, Rewriter
+from .views.code import lines
 
 
 def fuse(rewriter: Rewriter, findings: Findings, options: Options) -> list[Site]:
@@ -23,6 +24,9 @@ def fuse(rewriter: Rewriter, findings: Findings, options: Options) -> list[Site]
     order = {node: i for i, node in enumerate(rewriter.graph.nodes)}
     placed: list[tuple[int, Site]] = [(order[miss.node], _missed(miss)) for miss in misses]
     sites = {match: _site(match) for match in matches}
+    if options.keep_graphs:
+        for match, site in sites.items():
+            site.before = lines(match.claimed)
     placed += [(order[match.node], site) for match, site in sites.items()]
     for kind, lower in LOWERINGS.items():
         for match in matches:
@@ -38,6 +42,8 @@ def fuse(rewriter: Rewriter, findings: Findings, options: Options) -> list[Site]
                 site.status, site.reason = "refused", str(refusal)
             else:
                 _lowered(site, contract.name, edit.notes)
+                if options.keep_graphs:
+                    site.after = lines(sorted(node for node in edit.created if rewriter.is_alive(node)))
                 for part in match.parts:
                     if part in sites and not rewriter.is_alive(part.node):
                         _lowered(sites[part], contract.name)

@@ -23,7 +23,7 @@ from .cleanup import cleanup
 from .encoder_only import free
 from .fuse import fuse
 from .in_place import put_back
-from .launches import count_launches
+from .launches import count_bytes, count_launches
 from .preserve import preserve, restore
 from .report import Report
 from .rewriter import Rewriter
@@ -59,7 +59,7 @@ def optimise(
         target: the machine that contracts are judged for.
         declarations: which layers are bidirectional.
     """
-    report = Report(launches_before=count_launches(module.graph))
+    report = Report(launches_before=count_launches(module.graph), bytes_before=count_bytes(module.graph))
     with _timed(report, "recognise"):
         findings = recognise(module.graph)
     rewriter = Rewriter(
@@ -88,7 +88,7 @@ def optimise(
     on_host = [HOST_ATTENTION] if target.soc == "host" else []
     ops = {contract.op: contract.name for contract in (*CONTRACTS.values(), *on_host)}
     report.ops = Counter(ops[node.target] for node in module.graph.nodes if node.target in ops)
-    report.launches_after = count_launches(module.graph)
+    report.launches_after, report.bytes_after = count_launches(module.graph), count_bytes(module.graph)
     return report
 
 

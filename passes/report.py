@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console, RenderableType
 
 Status = Literal["lowered", "refused", "missed"]
+
+_VERSION = 2
 
 
 @dataclass(slots=True)
@@ -31,6 +30,8 @@ class Site:
         params: what the spelling fixed: eps, sizes, style.
         roundings: where the op rounds otherwise than the model.
         change: what is computed that the model's own graph doesn't say, and on whose word.
+        before: with `Options.keep_graphs`, the nodes that spell it, a line each.
+        after: likewise, what stands for them.
     """
 
     kind: str
@@ -42,6 +43,8 @@ class Site:
     params: dict[str, Any] = field(default_factory=dict)
     roundings: tuple[str, ...] = ()
     change: str | None = None
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, repr=False)
@@ -53,6 +56,8 @@ class Report:
         ops: how often each fused op is in the final graph.
         launches_before: calls of the model's graph that are no views.
         launches_after: likewise, of the final graph.
+        bytes_before: what those calls read and write, at the sizes that the graph was compiled for.
+        bytes_after: likewise, of the final graph.
         seconds: time taken, by pass.
         graphs: how many graphs it speaks of.
         remark: why nothing was tried at all, if so.
@@ -63,6 +68,8 @@ class Report:
     ops: Counter[str] = field(default_factory=Counter)
     launches_before: int = 0
     launches_after: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
     seconds_by_pass: dict[str, float] = field(default_factory=dict)
     graphs: int = 1
     remark: str | None = None
@@ -95,6 +102,8 @@ class Report:
             total.ops += report.ops
             total.launches_before += report.launches_before
             total.launches_after += report.launches_after
+            total.bytes_before += report.bytes_before
+            total.bytes_after += report.bytes_after
             total.graphs += report.graphs
             for name, seconds in report.seconds_by_pass.items():
                 total.seconds_by_pass[name] = total.seconds_by_pass.get(name, 0.0) + seconds
@@ -107,11 +116,13 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON; `"version"` is that of its form."""
         content = {
-            "version": 1,
+            "version": _VERSION,
             "graphs": self.graphs,
             "ops": self.ops,
             "launches_before": self.launches_before,
             "launches_after": self.launches_after,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
             "seconds": self.seconds,
             "seconds_by_pass": self.seconds_by_pass,
             "remark": self.remark,
@@ -119,6 +130,31 @@ class Report:
             "sites": [asdict(site) for site in self.sites],
         }
         return json.dumps(content, default=lambda value: str(value).removeprefix("torch."), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The report that `to_json` wrote; types in its parameters come back as their names.
+
+        Raises:
+            ValueError: it is no JSON of a report, or one of another version.
+        """
+        content = json.loads(text)
+        version = content.get("version") if isinstance(content, dict) else None
+        if version != _VERSION:
+            raise ValueError(f"Report.from_json: this reads version {_VERSION} of the report, and got {version!r}")
+        del content["version"], content["seconds"]
+        content["ops"] = Counter(content["ops"])
+        content["sites"] = [
+            Site(**{key: tuple(value) if isinstance(value, list) else value for key, value in site.items()})
+            for site in content["sites"]
+        ]
+        return cls(**content)
+
+    def to_html(self) -> str:
+        """The report as one page that stands alone: layers, and for each site its lines before and after."""
+        from .views.page import page
+
+        return page(self)
 
     def summary(self) -> str:
         """One line: what became what, and what is left."""
@@ -130,6 +166,8 @@ class Report:
         missed = sum(site.status == "missed" for site in self.sites)
         ops = ", ".join(f"{count} {name}" for name, count in self.ops.most_common()) or "no fused ops"
         launches = f"{self.launches_before} launches became {self.launches_after}"
+        if self.bytes_before and self.bytes_after:
+            launches += f", {_bytes(self.bytes_before)} moved became {_bytes(self.bytes_after)}"
         changed = sum(site.change is not None for site in self.sites)
         declared = f"; {changed} changed as the model declares" if changed else ""
         left = f"{refused} sites refused, {missed} near misses{declared}"
@@ -144,50 +182,16 @@ class Report:
         return text.getvalue()
 
     def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [Text(self.summary(), style="bold")]
-        if self.sites:
-            parts.append(_table(self.sites))
-        if self.failure:
-            parts.append(Text(f"Left unfused by an internal failure:\n{self.failure}", style="red"))
-        return Group(*parts)
+        from .views.table import table
+
+        return table(self)
 
 
-_COLOURS: dict[Status, str] = {"lowered": "green", "refused": "yellow", "missed": "magenta"}
-
-
-def _table(sites: Iterable[Site]) -> Table:
-    """A row for all sites that are alike."""
-    table = Table(pad_edge=False)
-    table.add_column("n", justify="right")
-    table.add_column("kind", no_wrap=True)
-    table.add_column("status", no_wrap=True)
-    table.add_column("fused op", overflow="fold")
-    table.add_column("where", overflow="fold")
-    table.add_column("why not, or what is otherwise", overflow="fold", ratio=1)
-    rows: dict[tuple[str, Status, str, str], list[str]] = {}
-    for site in sites:
-        remark = site.reason or site.change or "; ".join(site.roundings)
-        rows.setdefault((site.kind, site.status, site.op or "", remark), []).append(site.module or "?")
-    for (kind, status, op, remark), modules in rows.items():
-        colour = _COLOURS[status]
-        op = op.replace("::", "::\n")
-        table.add_row(str(len(modules)), kind, Text(status, colour), op, Text(_places(modules)), Text(remark))
-    return table
-
-
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-
-
-def _places(modules: Iterable[str]) -> str:
-    """Modules that differ only in the number of their layer as one: `layers.0…17.self_attn`."""
-    numbers: dict[str, list[int]] = {}
-    for module in modules:
-        number = _LAYER.search(module)
-        template = _LAYER.sub("{}", module, count=1) if number else module
-        numbers.setdefault(template, []).extend([int(number[0])] if number else [])
-    return "\n".join(
-        template.replace("{}", f"{min(found)}…{max(found)}" if min(found) != max(found) else str(found[0]))
-        if found
-        else template
-        for template, found in numbers.items()
-    )
+def _bytes(count: float) -> str:
+    """A number of bytes in three figures: `3.15 MB`."""
+    unit = "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if count < 999.5:
+            break
+        count, unit = count / 1000, larger
+    return f"{count:.3g} {unit}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Options | None = Non
     Raises:
         RuntimeError: Dynamo found nothing to compile in the call.
     """
-    backend = Backend(options)
+    backend = Backend(replace(options if options is not None else Options(), keep_graphs=True))
     # A model that has been compiled often may have used up its recompilations: this one is for its report only.
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
         torch.compile(model, backend=backend)(*args, **kwargs)

@@ -34,7 +34,7 @@ class Options:
             changes what the model computes. Layers whose own `attn_type` is ENCODER_ONLY need not be named.
         graphs: capture each graph and replay it; a dict of `buckets` for the one size that varies, and of `outputs`,
             `max_graphs`, `warm_ups`, `check_padding`, `debug_poison`, as `GraphRunner` has them. By default, no graphs.
-        keep_graphs: keep each graph in `Backend.graphs`, to be looked at.
+        keep_graphs: keep each graph in `Backend.graphs`, and each site's lines in the report, to be looked at.
         target: the machine to compile for; by default the one this process runs on.
 
     Raises:

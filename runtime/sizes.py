@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["Size", "is_contiguous", "known_equal", "known_same_shape", "known_true", "static_int"]
+__all__ = ["Size", "is_contiguous", "known_equal", "known_same_shape", "known_true", "number_of", "static_int"]
 
 Size = int | torch.SymInt
 
@@ -32,6 +32,13 @@ def known_same_shape(left: Sequence[Size], right: Sequence[Size]) -> bool:
 def static_int(size: Size) -> int | None:
     """The value of a size that is no symbol (any more), else None. No guard is installed."""
     return size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+
+
+def number_of(size: Size) -> int:
+    """A size as it was in the call that was compiled; 1 where that isn't known. No guard is installed."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:

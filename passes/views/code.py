@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ...patterns import values
-from ...runtime.sizes import Size
+from ...runtime.sizes import number_of
 
 _SHORT = {
     torch.float32: "f32",
@@ -165,17 +165,12 @@ def _imports(source: str, names: dict[str, Any]) -> Iterator[str]:
 def _made(value: Any) -> str:
     """An expression that makes a value like this one."""
     if isinstance(value, torch.Tensor):
-        shape, stride = tuple(map(_number, value.shape)), tuple(map(_number, value.stride()))
+        shape, stride = tuple(map(number_of, value.shape)), tuple(map(number_of, value.stride()))
         empty = f"torch.empty_strided({shape}, {stride}, dtype={value.dtype})"
         if value.dtype.is_floating_point or value.dtype.is_complex:
             return f"{empty}.normal_()"
         return f"{empty}.random_(2)" if value.dtype == torch.bool else f"{empty}.zero_()"
     if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
-        return str(_number(value))
+        return str(number_of(value))
     return repr(value)
 
-
-def _number(size: Size) -> int:
-    """A size as it was when the graph was compiled."""
-    hint = getattr(getattr(size, "node", None), "hint", None)
-    return int(hint) if hint is not None else (size if isinstance(size, int) else 2)

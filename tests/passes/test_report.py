@@ -42,7 +42,7 @@ def test_merges() -> None:
 def test_json_holds_all_of_it() -> None:
     report = compiled(nn.RMSNorm(8, dtype=torch.bfloat16), torch.randn(3, 8, dtype=torch.bfloat16)).report
     content = json.loads(report.to_json())
-    assert content["version"] == 1
+    assert content["version"] == 2
     assert content["ops"] == {"npu::npu_rms_norm": 1}
     assert content["seconds"] > 0
     (site,) = content["sites"]
