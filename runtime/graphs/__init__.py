@@ -8,7 +8,7 @@ capture.py     the interface of capture backends;  host.py, device.py: those the
 padding.py     whether rows may be padded, and what of the outputs is padding
 outputs.py     what is handed out, and what a caller keeps
 watch.py       memory that moved;  poison.py: memory that must not be read;  stats.py: counters
-replayed.py    a graph of torch.compile's behind a runner
+replayed.py    a graph of torch.compile's behind a runner;  numbers.py: what it counts on the host
 """
 
 from .errors import CaptureError, PoisonError

@@ -15,8 +15,11 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_symbolic
 
 from .errors import CaptureError
+from .numbers import Apart
 from .runner import GraphRunner
 from .spec import InputSpec
+
+_MOST_MOVES = 8
 
 _SETTINGS = ("buckets", "outputs", "max_graphs", "warm_ups", "check_padding", "debug_poison")
 
@@ -38,8 +41,9 @@ def graph_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 class Replayed:
     """Calls a graph of AOTAutograd's by replays.
 
-    A graph that can't be captured runs as it is, with one warning. Buckets are for a graph with one varying size;
-    others are captured for each of their sizes.
+    A graph that can't be captured runs as it is, with one warning; so does one whose static inputs lie elsewhere in
+    each call, as those of a cache do that beam search reorders. Buckets are for a graph with one varying size; others
+    are captured for each of their sizes.
 
     Args:
         module: the graph.
@@ -53,10 +57,12 @@ class Replayed:
     ) -> None:
         placeholders = module.graph.find_nodes(op="placeholder")
         self._module = module
+        self._apart = Apart(module)
         self._static = sorted(static)
-        self._dynamic = [i for i in range(len(placeholders)) if i not in static]
+        self._dynamic = [i for i in self._apart.inputs if i not in static]
         self._fixed: list[torch.Tensor] = []
         self._addresses: list[int] = []
+        self._moves = 0
         self._refused = False
         self._strict = strict
         others = dict(settings)
@@ -73,24 +79,32 @@ class Replayed:
             return self._module.forward(*inputs)
         fixed = [inputs[i] for i in self._static]
         if list(map(torch.Tensor.data_ptr, fixed)) != self._addresses:
+            self._moves += 1
+            if self._moves > _MOST_MOVES:
+                return self._refuse(f"its caches or weights moved before each of {_MOST_MOVES} calls", inputs)
             self.runner.invalidate()
             self._settle(fixed)
+        else:
+            self._moves = 0
         captures = self.runner.stats.captures
         try:
             outputs = self.runner(*(inputs[i] for i in self._dynamic))
         except CaptureError as error:
             if self._strict:
                 raise
-            self._refused = True
-            self.runner.clear()
-            warnings.warn(f"npu_fuse: a graph runs without capture: {error}", stacklevel=2)
-            return self._module.forward(*inputs)
+            return self._refuse(str(error), inputs)
         if self.runner.stats.captures != captures:
             before = self._addresses
             self._settle(fixed)  # the first run may have moved weights into one storage
             if before != self._addresses and self.runner.memory().graphs > 1:  # from under the graphs of earlier calls
                 self.runner.invalidate()
-        return outputs
+        return self._apart.whole(inputs, outputs)
+
+    def _refuse(self, reason: str, inputs: Sequence[Any]) -> Any:
+        self._refused = True
+        self.runner.clear()
+        warnings.warn(f"npu_fuse: a graph runs without capture: {reason}", stacklevel=3)
+        return self._module.forward(*inputs)
 
     def _settle(self, fixed: list[torch.Tensor]) -> None:
         self._fixed = fixed
@@ -99,7 +113,7 @@ class Replayed:
     def _run(self, *inputs: Any) -> Any:
         merged: dict[int, Any] = dict(zip(self._static, self._fixed, strict=True))
         merged.update(zip(self._dynamic, inputs, strict=True))
-        return self._module.forward(*(merged[i] for i in sorted(merged)))
+        return self._apart.tensors.forward(*(merged[i] for i in sorted(merged)))
 
 
 def _padding(values: Sequence[Any], buckets: Iterable[int]) -> tuple[dict[str, list[int]] | None, dict[str, InputSpec]]:

@@ -145,6 +145,47 @@ def test_a_decoder_over_a_static_cache():
     assert sum(replayed.runner.stats.replays for replayed in backend.runners) == 30
 
 
+class Counter:
+    def __init__(self):
+        self.calls, self.rows = 0, 3
+
+
+class Counting(nn.Module):
+    """Counts in Python: calls, of which no tensor knows, and rows, by which one is scaled."""
+
+    def forward(self, x, counter):
+        counter.calls += 1
+        counter.rows += x.shape[0]
+        return x * counter.rows if self.scaled else x * 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("scaled", "captures"), [(False, 2), (True, 6)])
+def test_what_is_counted_beside_the_tensors_is_no_part_of_a_capture(scaled, captures):
+    model, counter, x = Counting(), Counter(), torch.randn(2, 3)
+    model.scaled = scaled
+    function, backend = compiled(model)
+    for i in range(6):
+        torch.testing.assert_close(function(x, counter), x * (3 + 2 * (i + 1)) if scaled else x * 2)
+        assert (counter.calls, counter.rows) == (i + 1, 3 + 2 * (i + 1))
+    assert sum(replayed.runner.stats.captures for replayed in backend.runners) == captures
+
+
+@torch.no_grad()
+def test_state_that_moves_before_every_call_ends_the_captures():
+    model, eager = pair()
+    function, _ = compiled(model)
+    x = torch.randn(3, 8)
+    assert_same(function(x), eager(x))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            model.count = model.count.clone()
+            assert_same(function(x), eager(x))
+    (warning,) = warned
+    assert "a graph runs without capture: its caches or weights moved before each of 8 calls" in str(warning.message)
+
+
 class Dropped(nn.Module):
     def forward(self, x):
         return nn.functional.dropout(x, 0.5, training=True) * 0 + x
