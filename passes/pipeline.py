@@ -67,7 +67,7 @@ def optimise(
         target,
         parameters,
         pack_weights=options.pack_weights,
-        exact_rounding=options.exact_rounding,
+        numerics=options.numerics,
     )
     with _timed(report, ENCODER_ONLY):
         encoders = free(rewriter, findings, declarations, disabled=ENCODER_ONLY in options.disable)

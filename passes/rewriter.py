@@ -19,6 +19,7 @@ from ..patterns.movement import Sizes
 from ..patterns.preserved import original
 from ..runtime.effects import declared_writes
 from ..runtime.ops.contract import OpContract
+from ..runtime.options import Numerics
 from ..runtime.sizes import Size, is_contiguous, known_equal, static_int
 from ..runtime.target import Target
 from .effects import is_pure, regions
@@ -41,7 +42,7 @@ class Rewriter:
         target: the machine that contracts are judged for.
         parameters: the placeholders that are parameters of the model, with what they hold.
         pack_weights: whether parameters may be packed.
-        exact_rounding: whether an op that rounds elsewhere than the model is refused.
+        numerics: "exact" refuses an op that rounds elsewhere than the model.
     """
 
     def __init__(
@@ -51,14 +52,14 @@ class Rewriter:
         parameters: Mapping[fx.Node, torch.Tensor],
         *,
         pack_weights: bool,
-        exact_rounding: bool = False,
+        numerics: Numerics = "fused",
     ) -> None:
         self.module = module
         self.graph = module.graph
         self.target = target
         self.parameters = parameters
         self.pack_weights = pack_weights
-        self.exact_rounding = exact_rounding
+        self.numerics = numerics
         self.regions = regions(self.graph)
         self.placeholders = list(self.graph.find_nodes(op="placeholder"))
         self.fake_mode = self._fake_mode()
@@ -179,10 +180,10 @@ class Edit:
         """Notes a rounding in which the op differs from the model.
 
         Raises:
-            Refused: only exact rounding is wanted.
+            Refused: only exact numerics are wanted.
         """
-        if self.rewriter.exact_rounding:
-            raise Refused(f"Options.exact_rounding is on, and {rounding}")
+        if self.rewriter.numerics == "exact":
+            raise Refused(f"Options.numerics is 'exact', and {rounding}")
         self.notes.append(rounding)
 
     @contextlib.contextmanager

@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..patterns import KINDS
 from .declarations import EncoderOnly
 from .graphs.replayed import graph_settings
 from .target import Target
+
+Numerics = Literal["fused", "exact"]
 
 IN_PLACE = "in_place"
 ENCODER_ONLY = "encoder_only"
@@ -25,7 +27,8 @@ class Options:
         disable: kinds of fusion that are left alone, such as `{"qkv"}`. Their sites are recognised and reported still.
             "in_place" leaves writes into buffers as the copies that AOTAutograd makes of them; "encoder_only" leaves
             layers causal that declare themselves bidirectional.
-        exact_rounding: refuse a fusion where the op rounds elsewhere than the model does, as the report notes it.
+        numerics: "fused" lets an op round elsewhere than the model does, as the report notes it; "exact" refuses such a
+            fusion, so that what is fused gives the bits of the model, but for the order in which a kernel sums.
         pack_weights: let separate projections of one input (q, k, v; gate, up) share one storage and one matmul.
         strict: raise on an internal failure, instead of running the graph unfused with a warning.
         encoder_only: layers whose attention is bidirectional, though they are given a causal mask: patterns of their
@@ -38,11 +41,12 @@ class Options:
         target: the machine to compile for; by default the one this process runs on.
 
     Raises:
-        ValueError: `disable` names a kind that doesn't exist, or `encoder_only` is neither paths nor a function.
+        ValueError: `disable` names a kind that doesn't exist, `numerics` is another word, or `encoder_only` is neither
+            paths nor a function.
     """
 
     disable: frozenset[str] = frozenset()
-    exact_rounding: bool = False
+    numerics: Numerics = "fused"
     pack_weights: bool = True
     strict: bool = False
     encoder_only: EncoderOnly = ()
@@ -56,6 +60,8 @@ class Options:
         object.__setattr__(self, "disable", frozenset(self.disable))
         for kind in sorted(self.disable - set(_KINDS)):
             raise ValueError(f"Options.disable: unknown kind {kind!r}{_hint(kind, _KINDS)}; known: {', '.join(_KINDS)}")
+        if self.numerics not in get_args(Numerics):
+            raise ValueError(f"Options.numerics: {self.numerics!r} is unknown; known: {', '.join(get_args(Numerics))}")
         object.__setattr__(self, "encoder_only", _encoder_only(self.encoder_only))
         if self.graphs is not None:
             object.__setattr__(self, "graphs", graph_settings(self.graphs))

@@ -16,9 +16,14 @@ def test_a_string_is_no_set_of_kinds() -> None:
 
 
 def test_an_unknown_option_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown option 'fuse'; known: disable, exact_rounding"):
+    with pytest.raises(ValueError, match="unknown option 'fuse'; known: disable, numerics"):
         Options.of({"fuse": True})
 
 
 def test_any_collection_of_kinds_will_do() -> None:
     assert Options.of({"disable": ["qkv", "rope"]}).disable == frozenset({"qkv", "rope"})
+
+
+def test_an_unknown_policy_of_numerics_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"Options\.numerics: 'fast' is unknown; known: fused, exact"):
+        Options(numerics="fast")  # type: ignore[arg-type]  # what a user might write

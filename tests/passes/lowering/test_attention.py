@@ -912,8 +912,8 @@ def test_a_kind_may_be_turned_off() -> None:
     assert "turned off" in refused(sdpa, *qkv(), disable={"attention"})
 
 
-def test_exact_rounding_refuses() -> None:
-    assert "exact_rounding" in refused(eager, *qkv(), exact_rounding=True)
+def test_exact_numerics_refuse() -> None:
+    assert "Options.numerics is 'exact'" in refused(eager, *qkv(), numerics="exact")
 
 
 # Other machines ------------------------------------------------------------------------------------------------------

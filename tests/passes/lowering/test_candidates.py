@@ -95,12 +95,12 @@ def test_where_none_is_legal_all_reasons_are_given_alike_ones_once(
 
 def test_rounding_otherwise_is_a_reason_to_try_the_next(module: fx.GraphModule) -> None:
     node = sine(module)
-    rewriter = Rewriter(module, Target(), {}, pack_weights=True, exact_rounding=True)
+    rewriter = Rewriter(module, Target(), {}, pack_weights=True, numerics="exact")
 
     def exact(contract: OpContract) -> None:
         edit.replace(node, edit.call(aten.tan.default, node.args[0]))
 
     with rewriter.edit(node, [node]) as edit:
-        with pytest.raises(Refused, match="exact_rounding is on, and rounded once"):
+        with pytest.raises(Refused, match="numerics is 'exact', and rounded once"):
             first_legal({NORM: allowing(edit, node)}, edit)
         assert first_legal({NORM: allowing(edit, node), SWIGLU: exact}, edit) is CONTRACTS[SWIGLU]

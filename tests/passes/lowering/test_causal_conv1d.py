@@ -316,7 +316,7 @@ REFUSED: dict[str, tuple[Callable[[], Compiled], str]] = {
         "Options.pack_weights is off",
     ),
     "exact rounding": (
-        lambda: check(Mixer(decode), drawn(B, 1, C), pooled(), exact_rounding=True),
+        lambda: check(Mixer(decode), drawn(B, 1, C), pooled(), numerics="exact"),
         "the op rounds once; the model rounds the sum to torch.bfloat16 before its silu",
     ),
     "turned off": (

@@ -80,7 +80,7 @@ def test_its_one_rounding_is_noted_and_refused_on_wish() -> None:
     x = 5 * torch.randn(3, 32, dtype=torch.bfloat16)
     sites = {site.kind: site for site in compiled(in_turn, x).report.sites}
     assert sites["clipped_swiglu"].roundings == ("the op rounds once; the model rounds to torch.bfloat16 at each step",)
-    exact = compiled(in_turn, x, exact_rounding=True)
+    exact = compiled(in_turn, x, numerics="exact")
     assert not exact.report.ops
     assert torch.equal(exact.output, in_turn(x))
 

@@ -57,10 +57,10 @@ def test_its_one_rounding_is_noted_and_refused_on_wish() -> None:
     x = torch.randn(3, 16, dtype=torch.bfloat16)
     site = fast_gelu(compiled(quick_gelu, x))
     assert site.roundings == ("the op rounds once; the model rounds to torch.bfloat16 at each step",)
-    exact = compiled(quick_gelu, x, exact_rounding=True)
+    exact = compiled(quick_gelu, x, numerics="exact")
     assert not exact.report.ops
     assert torch.equal(exact.output, quick_gelu(x))
-    assert compiled(quick_gelu, x.float(), exact_rounding=True).report.ops == OP
+    assert compiled(quick_gelu, x.float(), numerics="exact").report.ops == OP
 
 
 @pytest.mark.parametrize(

@@ -249,8 +249,8 @@ def test_other_types_and_socs() -> None:
     assert "kv is float32" in reason_of(found)
     found = check(Layer().bfloat16(), *inputs(), target=Target(soc="ascend310p"))
     assert "no kernel on ascend310p" in reason_of(found)
-    found = check(Layer().bfloat16(), *inputs(), exact_rounding=True)
-    assert "Options.exact_rounding is on" in reason_of(found)
+    found = check(Layer().bfloat16(), *inputs(), numerics="exact")
+    assert "Options.numerics is 'exact'" in reason_of(found)
 
 
 def test_tables_in_float32() -> None:

@@ -55,7 +55,7 @@ def test_what_bfloat16_rounds_otherwise_is_noted() -> None:
     roundings = " ".join(site(compiled(moe, X1.bfloat16(), X2.bfloat16(), W.bfloat16())).roundings)
     assert "normalises the sum before it is rounded to torch.bfloat16" in roundings
     assert "may be that before it is rounded" in roundings
-    exact = compiled(moe, X1.bfloat16(), X2.bfloat16(), W.bfloat16(), exact_rounding=True)
+    exact = compiled(moe, X1.bfloat16(), X2.bfloat16(), W.bfloat16(), numerics="exact")
     assert exact.report.ops == {"npu::npu_rms_norm": 1}
     for actual, wanted in zip(exact.output, moe(X1.bfloat16(), X2.bfloat16(), W.bfloat16()), strict=True):
         assert torch.equal(actual, wanted)

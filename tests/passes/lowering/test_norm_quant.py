@@ -451,15 +451,15 @@ def test_a_soc_without_the_op_keeps_the_quantiser(soc: str) -> None:
     assert refusal(dynamic).startswith(f"{DYNAMIC} has no kernel on {soc}")
 
 
-def test_exact_rounding_keeps_all_but_what_is_exact() -> None:
+def test_exact_numerics_keep_all_but_what_is_exact() -> None:
     scale = CHANNELS
     exact = residual(
-        lambda y, s: torch.ops.npu.npu_quantize(y, s, None, 12, -1), scale, dtype=FP16, exact_rounding=True
+        lambda y, s: torch.ops.npu.npu_quantize(y, s, None, 12, -1), scale, dtype=FP16, numerics="exact"
     )
     assert exact.report.ops == {STATIC: 1}
     for quantise, given in ((lambda y, s: rounded(y / s), (BF,)), (by_rows, ())):
-        found = residual(quantise, *given, exact_rounding=True)
-        assert refusal(found).startswith("Options.exact_rounding is on, and ")
+        found = residual(quantise, *given, numerics="exact")
+        assert refusal(found).startswith("Options.numerics is 'exact', and ")
         total = X1.bfloat16() + X2.bfloat16()
         wanted = quantise(norm(total, W.bfloat16()), *given)
         actual = found.output[1]

@@ -52,7 +52,7 @@ def test_one_op_rounds_where_the_model_does(rotate: Callable, dtype: torch.dtype
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     q, k = torch.randn(B, H, S, D, dtype=dtype), torch.randn(B, 1, S, D, dtype=dtype)
-    found, wanted = check(function, q, k, *tables(dtype), dynamic=dynamic, exact_rounding=True)
+    found, wanted = check(function, q, k, *tables(dtype), dynamic=dynamic, numerics="exact")
     assert found.report.ops == {MQA: 1}
     assert all(torch.equal(value, expected) for value, expected in zip(found.output, wanted, strict=True))
     assert not site(found).roundings
@@ -69,7 +69,7 @@ def test_a_rotation_in_float32_is_one_too(wide: str) -> None:
 
     q, k = torch.randn(B, H, S, D).bfloat16(), torch.randn(B, 1, S, D).bfloat16()
     narrow = torch.bfloat16 if wide in ("all", "x") else torch.float32
-    found, wanted = check(function, q, k, *tables(narrow), exact_rounding=True)
+    found, wanted = check(function, q, k, *tables(narrow), numerics="exact")
     assert found.report.ops == {MQA: 1}
     assert all(torch.equal(value, expected) for value, expected in zip(found.output, wanted, strict=True))
 
@@ -280,7 +280,7 @@ def test_positions_in_32_bits_are_widened() -> None:
 
 def test_one_head_of_k_is_preferably_given_rows() -> None:
     inputs = looked_up(heads=(8, 1))
-    found, _ = check(by_position(halves, 64), *inputs, exact_rounding=True)
+    found, _ = check(by_position(halves, 64), *inputs, numerics="exact")
     assert found.report.ops == {MQA: 1}
     assert "aten.cat.default" not in found.targets()  # the rows of the cache are cos | sin already
 

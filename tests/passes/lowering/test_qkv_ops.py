@@ -177,7 +177,7 @@ def test_a_norm_over_all_heads(kind: type[Olmo2], fused: bool, dynamic: bool | N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_it_rounds_where_olmo_does(dtype: torch.dtype) -> None:
-    found = check(Olmo2(dtype), hidden(dtype), exact_rounding=True)
+    found = check(Olmo2(dtype), hidden(dtype), numerics="exact")
     assert found.report.ops == {WHOLE: 1}
     assert not qkv_site(found).roundings
 
@@ -201,7 +201,7 @@ def test_where_it_rounds_otherwise_is_said(kind: type[Olmo2], note: str) -> None
     found = check(kind(torch.bfloat16), hidden(torch.bfloat16), further=1.6)  # one more rounding is 1.4 times the error
     assert found.report.ops == {WHOLE: 1}
     assert note in qkv_site(found).roundings[-1]
-    assert "exact_rounding is on" in assert_refused(kind(torch.bfloat16), hidden(torch.bfloat16), exact_rounding=True)
+    assert "numerics is 'exact'" in assert_refused(kind(torch.bfloat16), hidden(torch.bfloat16), numerics="exact")
 
 
 class GivenTables(Olmo2):
@@ -440,14 +440,14 @@ def test_negative_positions_count_from_the_end_where_the_model_lets_them() -> No
 
 def test_it_rounds_where_such_a_model_does() -> None:
     model = VLlm(LOOKUPS["rotated in float32"])
-    found = check(model, hidden(torch.bfloat16, 7), torch.randint(MOST, (7,)), exact_rounding=True)
+    found = check(model, hidden(torch.bfloat16, 7), torch.randint(MOST, (7,)), numerics="exact")
     assert found.report.ops == {LOOKED_UP: 1}
 
 
 @pytest.mark.parametrize(("norm", "rounds"), [(olmo_norm, True), (wide_norm, False)])
 def test_normed_values_are_rounded_as_the_model_does(norm: Callable[[Tensor, Tensor], Tensor], rounds: bool) -> None:
     model = VLlm(Lookup(norm=norm, wide_rotation=True))
-    found = check(model, hidden(torch.bfloat16, 7), torch.randint(MOST, (7,)), exact_rounding=True)
+    found = check(model, hidden(torch.bfloat16, 7), torch.randint(MOST, (7,)), numerics="exact")
     (node,) = [node for node in found.after.graph.nodes if "pos_cache" in str(node.target)]
     assert node.kwargs["cast_norm_to_bf16"] is rounds
 

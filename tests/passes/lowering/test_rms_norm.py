@@ -54,12 +54,12 @@ def test_another_rounding_is_noted_and_refused_on_wish() -> None:
     x, w = torch.randn(2, 64, dtype=torch.bfloat16), torch.randn(64, dtype=torch.bfloat16)
     (site,) = compiled(olmo, x, w).report.sites
     assert "rounds the normed x to torch.bfloat16 before the weight; the model does not" in site.roundings[0]
-    exact = compiled(olmo, x, w, exact_rounding=True)
+    exact = compiled(olmo, x, w, numerics="exact")
     assert not exact.report.ops
-    assert "exact_rounding is on" in exact.report.sites[0].reason
+    assert "numerics is 'exact'" in exact.report.sites[0].reason
     assert torch.equal(exact.output, olmo(x, w))
-    assert compiled(llama, x, w, exact_rounding=True).report.ops == {"npu::npu_rms_norm": 1}
-    assert compiled(olmo, x.float(), w.float(), exact_rounding=True).report.ops == {"npu::npu_rms_norm": 1}
+    assert compiled(llama, x, w, numerics="exact").report.ops == {"npu::npu_rms_norm": 1}
+    assert compiled(olmo, x.float(), w.float(), numerics="exact").report.ops == {"npu::npu_rms_norm": 1}
 
 
 def test_a_transposed_x_is_normed_where_it_lies() -> None:
