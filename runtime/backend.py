@@ -53,8 +53,22 @@ class Backend:
         self.graphs: list[tuple[fx.GraphModule, fx.GraphModule]] = []
         self.runners: list[Replayed] = []
 
-    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-        """Compiles one graph of Dynamo's."""
+    def __deepcopy__(self, memo: Mapping[int, object]) -> Backend:
+        """Itself: transformers copies each `CompileConfig`, and nobody would see the reports of a copy."""
+        return self
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None) -> Compiled:
+        """Compiles one graph of Dynamo's.
+
+        Args:
+            module: the graph.
+            example_inputs: its inputs.
+            mode: of torch.compile: "reduce-overhead" captures the graph and replays it, as the option `graphs` does.
+
+        Raises:
+            ValueError: the mode is unknown.
+        """
+        graphs = {} if _is_replayed(mode) and self.options.graphs is None else self.options.graphs
         reason = _why_not(example_inputs)
         if reason is not None:
             self._keep(Report(remark=reason))
@@ -71,10 +85,10 @@ class Backend:
 
         def inference(graph: fx.GraphModule, _: Sequence[Any]) -> Compiled:
             optimised = self._optimised(graph, parameters, target)
-            if self.options.graphs is None:
+            if graphs is None:
                 return _boxed(optimised)
             static = _of_the_model(module.graph, optimised.graph)
-            self.runners.append(Replayed(optimised, static, self.options.graphs, self.options.strict))
+            self.runners.append(Replayed(optimised, static, graphs, self.options.strict))
             return _boxed_call(self.runners[-1])
 
         return _compile(prepared, example_inputs, inference)
@@ -123,6 +137,7 @@ def npu_fuse(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
+    **unknown: Any,
 ) -> Compiled:
     """The backend by its name, for `torch.compile(model, backend="npu_fuse", options={…})`.
 
@@ -131,14 +146,21 @@ def npu_fuse(
         example_inputs: its inputs.
         mode: "reduce-overhead" captures each graph and replays it, as the option `graphs` does; "default" doesn't.
         options: settings by the names of `Options`.
+        unknown: nothing else.
 
     Raises:
+        TypeError: there is another argument.
         ValueError: the mode or an option is unknown.
     """
+    if unknown:
+        raise TypeError(f"npu_fuse: unknown argument {', '.join(unknown)}; known: mode, options")
+    return Backend(Options.of(options or {}))(module, example_inputs, mode=mode)
+
+
+def _is_replayed(mode: str | None) -> bool:
     if mode not in (None, "default", "reduce-overhead"):
         raise ValueError(f"npu_fuse: unknown mode {mode!r}; known: 'default', 'reduce-overhead'")
-    defaults: dict[str, Any] = {"graphs": {}} if mode == "reduce-overhead" else {}
-    return Backend(Options.of({**defaults, **(options or {})}))(module, example_inputs)
+    return mode == "reduce-overhead"
 
 
 def _why_not(example_inputs: Sequence[Any]) -> str | None:

@@ -1,5 +1,6 @@
 """The Dynamo entry: what it is called by, when it leaves a graph alone, and what it promises of the rest."""
 
+import copy
 import logging
 import warnings
 
@@ -47,6 +48,22 @@ def test_takes_options_by_name() -> None:
             torch.compile(norm, backend="npu_fuse", options={"disabel": ()})(x)
         with pytest.raises(Exception, match="unknown mode 'max-autotune'"):
             torch.compile(norm, backend=npu_fuse.npu_fuse, mode="max-autotune")(x)
+
+
+def test_another_argument_is_told() -> None:
+    with pytest.raises(TypeError, match="npu_fuse: unknown argument fullgraph; known: mode, options"):
+        npu_fuse.npu_fuse(None, [], fullgraph=True)
+
+
+def test_a_backend_of_ones_own_takes_a_mode_and_is_not_copied() -> None:
+    backend = npu_fuse.Backend(strict=True)
+    assert copy.deepcopy({"backend": backend})["backend"] is backend
+    norm, x = Norm(), torch.randn(3, 8)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(norm, backend=backend, mode="reduce-overhead")(x), norm(x))
+        with pytest.raises(Exception, match="unknown mode 'max-autotune'; known: 'default', 'reduce-overhead'"):
+            torch.compile(norm, backend=backend, mode="max-autotune")(x)
+    assert [replayed.runner.stats.captures for replayed in backend.runners] == [1]
 
 
 def test_options_and_settings_are_either_or() -> None:
