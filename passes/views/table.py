@@ -21,7 +21,7 @@ _OUTSIDE = "(outside of layers)"
 def table(report: Report) -> RenderableType:
     """The whole report."""
     parts: list[RenderableType] = [Text(report.summary(), style="bold")]
-    if any(layer_of(site.module) != _OUTSIDE for site in report.sites):
+    if any(map(layer_of, (site.module for site in report.sites))):
         parts.append(_layers(report.sites))
     if report.sites:
         parts.append(_alike(report.sites))
@@ -30,10 +30,10 @@ def table(report: Report) -> RenderableType:
     return Group(*parts)
 
 
-def layer_of(module: str | None) -> str:
-    """The layer that a module is of: its path up to the first number, `model.layers.3`."""
+def layer_of(module: str | None) -> str | None:
+    """The layer that a module is of: its path up to the first number, `model.layers.3`; None outside of layers."""
     number = _LAYER.search(module or "")
-    return module[: number.end()] if module and number else _OUTSIDE
+    return module[: number.end()] if module and number else None
 
 
 def _layers(sites: Iterable[Site]) -> Table:
@@ -42,7 +42,7 @@ def _layers(sites: Iterable[Site]) -> Table:
     layers: dict[str, dict[str, Counter[Status]]] = {}
     for site in sites:
         kinds[site.kind] = None
-        layers.setdefault(layer_of(site.module), {}).setdefault(site.kind, Counter())[site.status] += 1
+        layers.setdefault(layer_of(site.module) or _OUTSIDE, {}).setdefault(site.kind, Counter())[site.status] += 1
     rows: list[tuple[list[str], dict[str, Counter[Status]]]] = []
     for layer in sorted(layers, key=_by_number):
         found = layers[layer]
