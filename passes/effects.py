@@ -17,6 +17,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from ..patterns.functional import draws_numbers
+from ..runtime.collectives import is_collective
 from ..runtime.effects import declared_writes, effect_of
 from ..runtime.weights import IN_MEMORY
 
@@ -34,13 +35,18 @@ _WRITING_OPERATORS = frozenset(
 
 
 def is_pure(node: fx.Node) -> bool:
-    """True for a node that may be dropped when unused, and moved past others: it writes nothing and draws no number."""
+    """True for a node that may be dropped when unused, and moved past others.
+
+    It writes nothing, draws no number, and no other rank waits for it.
+    """
     if node.op == "get_attr" or node.target in IN_MEMORY:
         return True
     if node.op == "call_method":
         return not node.kwargs.get("out") and _is_pure_op(str(node.target))
     draws = draws_numbers(node)
     if node.op != "call_function" or node.is_impure(impure_random=draws) or effect_of(node.target) is not None:
+        return False
+    if communicates(node):
         return False
     if hasattr(node.target, "_schema"):
         return not declared_writes(node.target) and not draws
@@ -78,12 +84,21 @@ def _is_pure_op(name: str) -> bool:
     )
 
 
+def communicates(node: fx.Node) -> bool:
+    """True for a collective, or a fused op that has one in it: each is kept, in the order that the model has them."""
+    return is_collective(node.target)
+
+
 def regions(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Numbers the stretches of a graph: even between effects, where pure nodes may be reordered, odd for an effect."""
+    """Numbers the stretches of a graph: even between effects, where pure nodes may be reordered, odd for an effect.
+
+    A collective that writes nothing but its result is no border: pure nodes may pass it.
+    """
     region = 0
     numbered = {}
     for node in graph.nodes:
-        effect = node.op not in ("placeholder", "output") and not is_pure(node)
+        passed = communicates(node) and not declared_writes(node.target)
+        effect = node.op not in ("placeholder", "output") and not passed and not is_pure(node)
         region += effect
         numbered[node] = region
         region += effect

@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._ops import HigherOrderOperator, OpOverload
 
 from ..patterns import values
+from ..runtime.collectives import is_collective
 from ..runtime.options import IN_PLACE
 from ..runtime.sizes import is_contiguous, known_equal, known_same_shape, known_true
 from .cleanup import erase_dead
@@ -158,10 +159,18 @@ class _InPlace:
                 raise Refused(f"elements of the buffer share memory: sizes {sizes}, strides {strides}")
         if not all(_lie_apart(value(a), value(b)) for a, b in combinations(candidate.bases, 2)):
             raise Refused("it writes one buffer through two arguments")
+        if any(self._is_sent(memory, candidate.node) for memory in _memory_of(candidate.bases)):
+            raise Refused("a collective that reads the buffer may still be under way")
         written = list(zip(candidate.bases, candidate.results, strict=True))
         for memory in _memory_of(candidate.bases):
             settled |= self._judge_behind(candidate, memory, [of for of in written if memory in values.storages(of[0])])
         return settled
+
+    def _is_sent(self, memory: int, at: fx.Node) -> bool:
+        """Whether a collective that reads a memory has begun before a node, and is waited for behind it."""
+        readers = {user for node in self.holders.get(memory, ()) if not node._erased for user in node.users}
+        begun = [node for node in readers if node < at and is_collective(node.target)]
+        return any(user > at and is_collective(user.target) for node in begun for user in node.users)
 
     def _judge_behind(
         self, candidate: Write, memory: int, written: list[tuple[fx.Node, fx.Node | None]]
