@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..passes.pipeline import leave, optimise, prepare
 from ..passes.report import Report
+from ..passes.views.dump import Dump
 from .declarations import Declarations
 from .effects import register_known
 from .graphs.replayed import Replayed
@@ -77,6 +78,8 @@ class Backend:
             target = self.options.target if self.options.target is not None else Target.detect()
             register(target)
             register_known()
+            dump = Dump(self.options.dump)
+            dump.stage("dynamo", module)
             prepared = prepare(module)
             parameters = _parameters(module.graph)
         except Exception as error:
@@ -84,7 +87,7 @@ class Backend:
             return _compile(module, example_inputs, lambda graph, _: _boxed(graph))
 
         def inference(graph: fx.GraphModule, _: Sequence[Any]) -> Compiled:
-            optimised = self._optimised(graph, parameters, target)
+            optimised = self._optimised(graph, parameters, target, dump)
             if graphs is None:
                 return _boxed(optimised)
             static = _of_the_model(module.graph, optimised.graph)
@@ -94,7 +97,7 @@ class Backend:
         return _compile(prepared, example_inputs, inference)
 
     def _optimised(
-        self, module: fx.GraphModule, parameters: Mapping[int, torch.Tensor], target: Target
+        self, module: fx.GraphModule, parameters: Mapping[int, torch.Tensor], target: Target, dump: Dump
     ) -> fx.GraphModule:
         """The graph with its fusions; on an internal failure, as the model had it."""
         work = _copy(module)
@@ -102,6 +105,7 @@ class Backend:
             by_placeholder = _by_placeholder(work.graph, parameters)
             declarations = Declarations(self.options.encoder_only, Owners(work.graph))
             report = optimise(work, by_placeholder, self.options, target, declarations)
+            dump.report(report)
         except Exception as error:
             self._fail(error)
             leave(module)

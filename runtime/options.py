@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from ..patterns import KINDS
@@ -38,6 +39,8 @@ class Options:
         graphs: capture each graph and replay it; a dict of `buckets` for the one size that varies, and of `outputs`,
             `max_graphs`, `warm_ups`, `check_padding`, `debug_poison`, as `GraphRunner` has them. By default, no graphs.
         keep_graphs: keep each graph in `Backend.graphs`, and each site's lines in the report, to be looked at.
+        dump: a folder to write each graph to: after each pass as a Python file that runs alone, and its report as text,
+            JSON and a page, with a file for each site. By default what the environment variable NPU_FUSE_DUMP says.
         target: the machine to compile for; by default the one this process runs on.
 
     Raises:
@@ -52,6 +55,7 @@ class Options:
     encoder_only: EncoderOnly = ()
     graphs: Mapping[str, Any] | None = None
     keep_graphs: bool = False
+    dump: str | os.PathLike[str] | None = field(default_factory=lambda: os.environ.get("NPU_FUSE_DUMP") or None)
     target: Target | None = None
 
     def __post_init__(self) -> None:
@@ -65,6 +69,11 @@ class Options:
         object.__setattr__(self, "encoder_only", _encoder_only(self.encoder_only))
         if self.graphs is not None:
             object.__setattr__(self, "graphs", graph_settings(self.graphs))
+
+    @property
+    def keep_lines(self) -> bool:
+        """Whether sites keep their lines, for who looks at them."""
+        return self.keep_graphs or self.dump is not None
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Options:

@@ -49,6 +49,11 @@ def line(node: fx.Node) -> str:
     return f"{node.name}: {kind_of(node.meta.get('val'))} = {called}({', '.join(args)})"
 
 
+def value_of(node: fx.Node) -> Any:
+    """The fake value of a node, of AOTAutograd's graph or of Dynamo's."""
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
 def kind_of(value: Any) -> str:
     """The type of a value as it is written on a line: `bf16[2, s0, 64]`, `int`."""
     if isinstance(value, torch.Tensor):
@@ -87,7 +92,7 @@ def script(module: fx.GraphModule, title: str) -> str:
     drawn at random, as its inputs are: the file shows what is computed, and runs it, on numbers of its own.
 
     Args:
-        module: AOTAutograd's graph, with fake values in `meta["val"]`.
+        module: a graph of AOTAutograd's or of Dynamo's, with fake values.
         title: the first line of the file.
     """
     code = module.graph.python_code("self")
