@@ -2,6 +2,7 @@
 #
 #     make demo        compile Gemma 3 270M, compare it with eager
 #     make test        the tests, on the CPU and against the real torch_npu (no NPU needed)
+#     make test-serving  the tests in the frameworks' own code, in an environment of theirs
 #     make coverage    how much of public models is recognised and fused (an hour; see benchmarks/README.md)
 #     make lint        ruff and strict mypy
 #     make clean       remove what these made
@@ -11,6 +12,11 @@ PYTHON ?= python3
 # Two environments, as torch can't be imported where torch_npu is installed and the CANN libraries are missing.
 CPU := .venv
 NPU := .venv-npu
+
+# And one more for the frameworks that serve models. They are installed without what they require, which for the most part
+# is kernels: the extra `serving` has what their Python files need to be imported.
+SERVING := .venv-serving
+FRAMEWORKS := sglang
 
 # Stand-ins for the CANN libraries. The loader reads LD_LIBRARY_PATH when a process starts, no later. Without a task queue,
 # a test that asks for a kernel (printing an npu tensor does) fails where it asks; with one, it hangs or dies later.
@@ -25,7 +31,7 @@ PYTEST := python -m pytest
 SOURCES := $(shell find . -name '*.py' -not -path './.*' -not -path './build/*' \
                           -not -path './tests/*' -not -path './examples/*' -not -path './benchmarks/*')
 
-.PHONY: demo test coverage lint clean
+.PHONY: demo test test-serving coverage lint clean
 
 demo: $(CPU)/.package
 	$(CPU)/bin/python examples/gemma3_270m.py
@@ -33,6 +39,9 @@ demo: $(CPU)/.package
 test: $(CPU)/.package $(NPU)/.package $(STUBS)/libcann_stub.so
 	$(CPU)/bin/$(PYTEST) -n 2 tests --ignore=tests/npu
 	$(WITH_STUBS) $(NPU)/bin/$(PYTEST) -n 2 tests/npu
+
+test-serving: $(SERVING)/.package $(SERVING)/.frameworks
+	$(SERVING)/bin/$(PYTEST) tests/serving
 
 coverage: $(CPU)/.package $(NPU)/.package $(STUBS)/libcann_stub.so
 	$(CPU)/bin/python benchmarks/coverage.py run cpu $(ARGS)
@@ -44,21 +53,26 @@ lint: $(CPU)/.package
 	$(CPU)/bin/mypy -p npu_fuse
 
 clean:
-	rm -rf $(CPU) $(NPU) build npu_fuse.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(CPU) $(NPU) $(SERVING) build npu_fuse.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # What each environment holds besides the package itself.
 $(CPU)/.requirements: REQUIREMENTS := '.[dev,demo,bench]'
 $(NPU)/.requirements: REQUIREMENTS := '.[dev,npu,bench]'
+$(SERVING)/.requirements: REQUIREMENTS := '.[dev,serving]'
 
-$(CPU)/.requirements $(NPU)/.requirements: %/.requirements: constraints.txt pyproject.toml
+$(CPU)/.requirements $(NPU)/.requirements $(SERVING)/.requirements: %/.requirements: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $*
 	$*/bin/pip install --quiet --constraint constraints.txt $(REQUIREMENTS)
 	touch $@
 
-# Not editable: type checkers can't follow an editable install of this layout, and this is what users get. Both environments
+$(SERVING)/.frameworks: $(SERVING)/.requirements
+	$(SERVING)/bin/pip install --quiet --no-deps --constraint constraints.txt $(FRAMEWORKS)
+	touch $@
+
+# Not editable: type checkers can't follow an editable install of this layout, and this is what users get. The environments
 # build in ./build, so one at a time, and from nothing: a module that was removed would be packed from an old build.
 .NOTPARALLEL:
-$(CPU)/.package $(NPU)/.package: %/.package: %/.requirements $(SOURCES)
+$(CPU)/.package $(NPU)/.package $(SERVING)/.package: %/.package: %/.requirements $(SOURCES)
 	rm -rf build
 	$*/bin/pip install --quiet --no-deps --no-build-isolation --force-reinstall .
 	touch $@
