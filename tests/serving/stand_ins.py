@@ -1,4 +1,4 @@
-"""Stand-ins for packages that a framework imports and that a CPU can't have: enough to import the framework's own files.
+"""Stand-ins for packages that a framework imports and a CPU can't have: enough to import the framework's own files.
 
 Whatever is asked of a stand-in is there: its classes may be inherited and asked for instances, its functions decorate
 without effect. Nothing of it computes, so a test that reaches one finds no tensor.
