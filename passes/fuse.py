@@ -24,7 +24,7 @@ def fuse(rewriter: Rewriter, findings: Findings, options: Options) -> list[Site]
     order = {node: i for i, node in enumerate(rewriter.graph.nodes)}
     placed: list[tuple[int, Site]] = [(order[miss.node], _missed(miss)) for miss in misses]
     sites = {match: _site(match) for match in matches}
-    if options.keep_graphs:
+    if options.keep_lines:
         for match, site in sites.items():
             site.before = lines(match.claimed)
     placed += [(order[match.node], site) for match, site in sites.items()]
@@ -42,7 +42,7 @@ def fuse(rewriter: Rewriter, findings: Findings, options: Options) -> list[Site]
                 site.status, site.reason = "refused", str(refusal)
             else:
                 _lowered(site, contract.name, edit.notes)
-                if options.keep_graphs:
+                if options.keep_lines:
                     site.after = lines(sorted(node for node in edit.created if rewriter.is_alive(node)))
                 for part in match.parts:
                     if part in sites and not rewriter.is_alive(part.node):

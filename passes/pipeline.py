@@ -29,6 +29,7 @@ from .report import Report
 from .rewriter import Rewriter
 from .specialise import specialise_floats
 from .truthful import tell_writes
+from .views.dump import Dump
 
 
 def prepare(module: fx.GraphModule) -> fx.GraphModule:
@@ -49,6 +50,7 @@ def optimise(
     options: Options,
     target: Target,
     declarations: Declarations,
+    dump: Dump,
 ) -> Report:
     """Rewrites AOTAutograd's inference graph in place.
 
@@ -58,7 +60,9 @@ def optimise(
         options: what the user set.
         target: the machine that contracts are judged for.
         declarations: which layers are bidirectional.
+        dump: gets the graph after each pass.
     """
+    dump.stage("aot", module)
     report = Report(launches_before=count_launches(module.graph), bytes_before=count_bytes(module.graph))
     with _timed(report, "recognise"):
         findings = recognise(module.graph)
@@ -76,15 +80,19 @@ def optimise(
         for encoder in encoders:
             encoder.tell(findings)
         report.sites = [encoder.site for encoder in encoders]
+    dump.stage(ENCODER_ONLY, module)
     with _timed(report, "fuse"):
         report.sites += fuse(rewriter, findings, options)
+    dump.stage("fuse", module)
     if IN_PLACE not in options.disable:
         with _timed(report, "in_place"):
             report.sites += put_back(rewriter)
+        dump.stage(IN_PLACE, module)
     with _timed(report, "cleanup"):
         leave(module)
         if any(site.status == "lowered" for site in report.sites):
             cleanup(module)
+    dump.stage("cleanup", module)
     on_host = [HOST_ATTENTION] if target.soc == "host" else []
     ops = {contract.op: contract.name for contract in (*CONTRACTS.values(), *on_host)}
     report.ops = Counter(ops[node.target] for node in module.graph.nodes if node.target in ops)

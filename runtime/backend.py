@@ -104,7 +104,7 @@ class Backend:
         try:
             by_placeholder = _by_placeholder(work.graph, parameters)
             declarations = Declarations(self.options.encoder_only, Owners(work.graph))
-            report = optimise(work, by_placeholder, self.options, target, declarations)
+            report = optimise(work, by_placeholder, self.options, target, declarations, dump)
             dump.report(report)
         except Exception as error:
             self._fail(error)
