@@ -47,8 +47,8 @@ class Keeping(npu_fuse.Backend):
         self.graphs: list[tuple[fx.GraphModule, fx.GraphModule]] = []
         self.calls: list[tuple[Any, ...] | None] = []
 
-    def _optimised(self, module: fx.GraphModule, parameters: Mapping[int, torch.Tensor], target: Any) -> fx.GraphModule:
-        optimised = super()._optimised(module, parameters, target)
+    def _optimised(self, module: fx.GraphModule, *others: Any) -> fx.GraphModule:
+        optimised = super()._optimised(module, *others)
         index = len(self.graphs)
         self.graphs.append((module, optimised))
         self.calls.append(None)

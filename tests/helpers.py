@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from npu_fuse import Backend, Report
 from npu_fuse.passes.preserve import restore
 from npu_fuse.patterns import recognise
 from npu_fuse.patterns.match import Findings, Match
-from npu_fuse.runtime.target import Target
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,8 @@ class _RecordingBackend(Backend):
         self.graphs: list[tuple[fx.GraphModule, fx.GraphModule]] = []
         self.inputs: list[tuple[Any, ...]] = []
 
-    def _optimised(
-        self, module: fx.GraphModule, parameters: Mapping[int, torch.Tensor], target: Target
-    ) -> fx.GraphModule:
-        optimised = super()._optimised(module, parameters, target)
+    def _optimised(self, module: fx.GraphModule, *others: Any) -> fx.GraphModule:
+        optimised = super()._optimised(module, *others)
         self.graphs.append((module, optimised))
         forward = optimised.forward
 
