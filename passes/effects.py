@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from ..patterns.functional import draws_numbers
-from ..runtime.collectives import is_collective
+from ..runtime.collectives import is_collective, is_functional_collective
 from ..runtime.effects import declared_writes, effect_of
 from ..runtime.weights import IN_MEMORY
 
@@ -97,7 +97,7 @@ def regions(graph: fx.Graph) -> dict[fx.Node, int]:
     region = 0
     numbered = {}
     for node in graph.nodes:
-        passed = communicates(node) and not declared_writes(node.target)
+        passed = is_functional_collective(node.target)
         effect = node.op not in ("placeholder", "output") and not passed and not is_pure(node)
         region += effect
         numbered[node] = region

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..patterns.preserved import ORIGINALS, original
 
@@ -50,7 +51,8 @@ def _library() -> torch.library.Library:
 def preserve(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a Dynamo graph in which the ops that are to stay whole are opaque; the caller's module is untouched.
 
-    Under autocast nothing is preserved: it is the original ops that autocast knows.
+    Under autocast nothing is preserved: it is the original ops that autocast knows. So it is with ops of a tensor
+    subclass, such as a DTensor, which knows how each of torch's ops is shared among ranks.
     """
     _library()
     graph = fx.Graph()
@@ -61,7 +63,7 @@ def preserve(module: fx.GraphModule) -> fx.GraphModule:
         return copy
     for node in graph.nodes:
         name = _CALLED_AS.get(node.target) if node.op in ("call_function", "call_method") else None
-        if name is not None and "out" not in node.kwargs and not _is_random(node):
+        if name is not None and "out" not in node.kwargs and not _is_random(node) and not _is_of_a_subclass(node):
             node.op = "call_function"
             node.target = getattr(torch.ops.npu_fuse, name).default
     copy.recompile()
@@ -70,6 +72,10 @@ def preserve(module: fx.GraphModule) -> fx.GraphModule:
 
 def _enters_autocast(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "_enter_autocast"
+
+
+def _is_of_a_subclass(node: fx.Node) -> bool:
+    return any(is_traceable_wrapper_subclass(n.meta.get("example_value")) for n in node.all_input_nodes)
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -74,6 +74,7 @@ def _unflattened(node: fx.Node) -> Linear | None:
         if x.target not in ROW_MAJOR_VIEWS or not _same_rows(x, source(x)):
             return None
         x = source(x)
+    x = _below_same_views(x)
     return Linear(node, x, found.weight, found.bias) if _same_rows(node, inner) else None
 
 
@@ -111,4 +112,11 @@ def _linear(node: fx.Node, x: object, weight: object, bias: object) -> Linear | 
         isinstance(bias, fx.Node) and values.same_shape(values.shape(bias), values.shape(weight)[:1])
     ):
         return None
-    return Linear(node, x, weight, bias)
+    return Linear(node, _below_same_views(x), weight, bias)
+
+
+def _below_same_views(x: fx.Node) -> fx.Node:
+    """The node below views that change no shape, as a DTensor has them between its op and its local tensor."""
+    while x.target in ROW_MAJOR_VIEWS and values.same_shape(values.shape(x), values.shape(source(x))):
+        x = source(x)
+    return x

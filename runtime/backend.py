@@ -23,6 +23,7 @@ from .graphs.replayed import Replayed
 from .ops.register import register
 from .options import Options
 from .owners import Owners
+from .shards import is_distributed, is_part, position
 from .target import Target
 
 _log = logging.getLogger("npu_fuse")
@@ -172,7 +173,7 @@ def _why_not(example_inputs: Sequence[Any]) -> str | None:
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     if torch.is_grad_enabled() and any(value.requires_grad for value in tensors):
         return "the graph needs gradients, and fused ops have none: call the model under torch.no_grad()"
-    if any(is_traceable_wrapper_subclass(value) for value in tensors):
+    if any(is_traceable_wrapper_subclass(value) and not is_distributed(value) for value in tensors):
         return "an input is a tensor subclass, whose ops are its own"
     return None
 
@@ -212,8 +213,8 @@ def _parameters(graph: fx.Graph) -> dict[int, torch.Tensor]:
 
 def _by_placeholder(graph: fx.Graph, parameters: Mapping[int, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
     """The same by the placeholders of AOTAutograd's graph, which say what input of the Dynamo graph they are."""
-    positions = {node: getattr(node.meta.get("desc"), "idx", -1) for node in graph.find_nodes(op="placeholder")}
-    return {node: parameters[position] for node, position in positions.items() if position in parameters}
+    whole = [node for node in graph.find_nodes(op="placeholder") if not is_part(node)]
+    return {node: parameters[place] for node in whole if (place := position(node)) in parameters}
 
 
 def _of_the_model(before: fx.Graph, after: fx.Graph) -> set[int]:
@@ -223,5 +224,5 @@ def _of_the_model(before: fx.Graph, after: fx.Graph) -> set[int]:
         for i, node in enumerate(before.find_nodes(op="placeholder"))
         if node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
     }
-    placeholders = after.find_nodes(op="placeholder")
-    return {i for i, node in enumerate(placeholders) if getattr(node.meta.get("desc"), "idx", None) in static}
+    placeholders = list(enumerate(after.find_nodes(op="placeholder")))
+    return {i for i, node in placeholders if position(node) in static and isinstance(node.meta["val"], torch.Tensor)}

@@ -9,6 +9,7 @@ from torch import fx
 
 from ...patterns import values
 from ...patterns.linear import Linear, linear
+from ...runtime.shards import is_part
 from ...runtime.sizes import is_contiguous
 from ...runtime.weights import can_pack, pack, transposed
 from ..rewriter import Edit, Refused
@@ -67,6 +68,11 @@ def _packed(weights: Sequence[fx.Node], edit: Edit) -> fx.Node:
 def _claim(weights: Sequence[fx.Node], form: Callable[..., torch.Tensor], owner: str, edit: Edit) -> None:
     """Settles that weights lie in one form: each can have one only."""
     parameters = edit.rewriter.parameters
+    if any(map(is_part, weights)):
+        raise Refused(
+            f"a weight of {owner} is a DTensor, and torch can't compile for two DTensors again once their local tensors"
+            " lie in one storage; plain parameters of a rank's own rows, or one weight for all, can be fused"
+        )
     if any(weight not in parameters for weight in weights):
         raise Refused(f"a weight of {owner} is computed or passed in, not a parameter of the model")
     claim = (form, tuple(weights))
