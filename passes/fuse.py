@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..patterns import qkv, values
 from ..patterns.match import Findings, Match, Miss
 from ..runtime.options import Options
-from .lowering import LOWERINGS
+from .lowering import Lowering
 from .report import Site
 from .rewriter import Refused, Rewriter
 from .views.code import lines
+from .withheld import Part, PartFailed, Withheld
+
+FUSE = "fuse"
 
 
-def fuse(rewriter: Rewriter, findings: Findings, options: Options) -> list[Site]:
+def fuse(
+    rewriter: Rewriter,
+    findings: Findings,
+    options: Options,
+    lowerings: Mapping[str, Lowering],
+    withheld: Withheld,
+) -> list[Site]:
     """Rewrites what the contracts allow.
+
+    Args:
+        rewriter: of the graph.
+        findings: what was recognised in it.
+        options: what the user set.
+        lowerings: how each kind is rewritten, the largest first.
+        withheld: what is left alone.
 
     Returns:
         A site for each match and near miss, in graph order.
+
+    Raises:
+        PartFailed: a lowering raised, or left a graph that isn't whole.
     """
     matches = findings.all()
     misses = findings.near_misses()
@@ -28,27 +47,47 @@ def fuse(rewriter: Rewriter, findings: Findings, options: Options) -> list[Site]
         for match, site in sites.items():
             site.before = lines(match.claimed)
     placed += [(order[match.node], site) for match, site in sites.items()]
-    for kind, lower in LOWERINGS.items():
-        for match in matches:
-            if match.kind != kind or not rewriter.is_alive(match.node):
-                continue
-            site = sites[match]
-            try:
-                if kind in options.disable:
-                    raise Refused(f"{kind} is turned off by Options.disable")
-                with rewriter.edit(match.node, match.claimed) as edit:
-                    contract = lower(match, edit)
-            except Refused as refusal:
-                site.status, site.reason = "refused", str(refusal)
-            else:
-                _lowered(site, contract.name, edit.notes)
-                if options.keep_lines:
-                    site.after = lines(sorted(node for node in edit.created if rewriter.is_alive(node)))
-                for part in match.parts:
-                    if part in sites and not rewriter.is_alive(part.node):
-                        _lowered(sites[part], contract.name)
+    for kind, lower in lowerings.items():
+        own = [match for match in matches if match.kind == kind]
+        try:
+            for match in own:
+                if not rewriter.is_alive(match.node):
+                    continue
+                site = sites[match]
+                try:
+                    _refuse_withheld(match, options, withheld)
+                    with rewriter.edit(match.node, match.claimed) as edit:
+                        contract = lower(match, edit)
+                except Refused as refusal:
+                    site.status, site.reason = "refused", str(refusal)
+                else:
+                    _lowered(site, contract.name, edit.notes)
+                    if edit.rewrite is not None:
+                        edit.rewrite.site = site
+                    if options.keep_lines:
+                        site.after = lines(sorted(node for node in edit.created if rewriter.is_alive(node)))
+                    for part in match.parts:
+                        if part in sites and not rewriter.is_alive(part.node):
+                            _lowered(sites[part], contract.name)
+            if any(sites[match].status == "lowered" for match in own):
+                rewriter.graph.lint()
+        except Exception as error:
+            raise PartFailed(Part(FUSE, kind)) from error
     _settle(sites)
     return [site for _, site in sorted(placed, key=lambda item: item[0])]
+
+
+def _refuse_withheld(match: Match, options: Options, withheld: Withheld) -> None:
+    """Refuses a site that is to be left alone, whatever its contract says."""
+    kind = match.kind
+    if kind in options.disable:
+        raise Refused(f"{kind} is turned off by Options.disable")
+    failure = withheld.parts.get(Part(FUSE, kind))
+    if failure is not None:
+        raise Refused(f"its rewriting failed internally: {failure.strip().splitlines()[-1]}")
+    reason = withheld.sites.get((kind, match.node.name))
+    if reason is not None:
+        raise Refused(reason)
 
 
 def _lowered(site: Site, op: str, notes: Sequence[str] = ()) -> None:

@@ -7,29 +7,56 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from ..patterns import recognise
+from ..patterns import RULES, Rule, recognise
+from ..patterns.match import Findings, RuleError
 from ..runtime.declarations import Declarations
 from ..runtime.ops import CONTRACTS
 from ..runtime.ops.host_attention import HOST_ATTENTION
 from ..runtime.options import ENCODER_ONLY, IN_PLACE, Options
 from ..runtime.target import Target
 from .cleanup import cleanup
-from .encoder_only import free
-from .fuse import fuse
+from .encoder_only import Outcome, free
+from .fuse import FUSE, fuse
 from .in_place import put_back
 from .launches import count_bytes, count_launches
+from .lowering import LOWERINGS, Lowering
 from .preserve import preserve, restore
-from .report import Report
+from .report import Report, Site
 from .rewriter import Rewriter
+from .rewrites import Rewrites
 from .specialise import specialise_floats
 from .truthful import tell_writes
 from .views.dump import Dump
+from .withheld import NOTHING, Part, PartFailed, Withheld
+
+RECOGNISE = "recognise"
+CLEANUP = "cleanup"
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What a flow consists of.
+
+    Args:
+        rules: what is recognised.
+        lowerings: how each kind is rewritten, the largest first.
+        free: frees layers that declare themselves bidirectional.
+        put_back: puts writes back in place.
+        cleanup: takes out what is dead.
+    """
+
+    rules: Sequence[Rule] = RULES
+    lowerings: Mapping[str, Lowering] = field(default_factory=lambda: LOWERINGS)
+    free: Callable[..., list[Outcome]] = free
+    put_back: Callable[[Rewriter], list[Site]] = put_back
+    cleanup: Callable[[fx.GraphModule], None] = cleanup
 
 
 def prepare(module: fx.GraphModule) -> fx.GraphModule:
@@ -51,7 +78,9 @@ def optimise(
     target: Target,
     declarations: Declarations,
     dump: Dump,
-) -> Report:
+    flow: Flow,
+    withheld: Withheld = NOTHING,
+) -> tuple[Report, Rewrites | None]:
     """Rewrites AOTAutograd's inference graph in place.
 
     Args:
@@ -61,11 +90,23 @@ def optimise(
         target: the machine that contracts are judged for.
         declarations: which layers are bidirectional.
         dump: gets the graph after each pass.
+        flow: what is done.
+        withheld: what of it is not.
+
+    Returns:
+        The report, and what there is to verify, if it is to be.
+
+    Raises:
+        PartFailed: a part raised; the graph is not to be used.
     """
     dump.stage("aot", module)
     report = Report(launches_before=count_launches(module.graph), bytes_before=count_bytes(module.graph))
-    with _timed(report, "recognise"):
-        findings = recognise(module.graph)
+    report.left_out = {str(part): traceback for part, traceback in withheld.parts.items()}
+    rules = [rule for rule in flow.rules if Part(RECOGNISE, rule.kind) not in withheld.parts]
+    findings = Findings()
+    if withheld.allows(RECOGNISE):
+        with _part(report, RECOGNISE):
+            findings = recognise(module.graph, rules)
     rewriter = Rewriter(
         module,
         target,
@@ -73,31 +114,37 @@ def optimise(
         pack_weights=options.pack_weights,
         numerics=options.numerics,
     )
-    with _timed(report, ENCODER_ONLY):
-        encoders = free(rewriter, findings, declarations, disabled=ENCODER_ONLY in options.disable)
-        if any(encoder.site.status == "lowered" for encoder in encoders):
-            findings = recognise(module.graph)
-        for encoder in encoders:
-            encoder.tell(findings)
-        report.sites = [encoder.site for encoder in encoders]
+    if withheld.allows(ENCODER_ONLY):
+        with _part(report, ENCODER_ONLY):
+            encoders = flow.free(rewriter, findings, declarations, disabled=ENCODER_ONLY in options.disable)
+            if any(encoder.site.status == "lowered" for encoder in encoders):
+                module.graph.lint()
+                findings = recognise(module.graph, rules)
+            for encoder in encoders:
+                encoder.tell(findings)
+            report.sites = [encoder.site for encoder in encoders]
     dump.stage(ENCODER_ONLY, module)
-    with _timed(report, "fuse"):
-        report.sites += fuse(rewriter, findings, options)
-    dump.stage("fuse", module)
-    if IN_PLACE not in options.disable:
-        with _timed(report, "in_place"):
-            report.sites += put_back(rewriter)
+    rewriter.rewrites = Rewrites(module) if options.verify is not None else None
+    if withheld.allows(FUSE):
+        with _part(report, FUSE):
+            report.sites += fuse(rewriter, findings, options, flow.lowerings, withheld)
+    dump.stage(FUSE, module)
+    if IN_PLACE not in options.disable and withheld.allows(IN_PLACE):
+        with _part(report, IN_PLACE):
+            report.sites += flow.put_back(rewriter)
+            module.graph.lint()
         dump.stage(IN_PLACE, module)
-    with _timed(report, "cleanup"):
-        leave(module)
-        if any(site.status == "lowered" for site in report.sites):
-            cleanup(module)
-    dump.stage("cleanup", module)
+    leave(module)
+    if withheld.allows(CLEANUP):
+        with _part(report, CLEANUP):
+            if any(site.status == "lowered" for site in report.sites):
+                flow.cleanup(module)
+    dump.stage(CLEANUP, module)
     on_host = [HOST_ATTENTION] if target.soc == "host" else []
     ops = {contract.op: contract.name for contract in (*CONTRACTS.values(), *on_host)}
     report.ops = Counter(ops[node.target] for node in module.graph.nodes if node.target in ops)
     report.launches_after, report.bytes_after = count_launches(module.graph), count_bytes(module.graph)
-    return report
+    return report, rewriter.rewrites
 
 
 def leave(module: fx.GraphModule) -> None:
@@ -107,7 +154,15 @@ def leave(module: fx.GraphModule) -> None:
 
 
 @contextmanager
-def _timed(report: Report, name: str) -> Iterator[None]:
+def _part(report: Report, name: str) -> Iterator[None]:
+    """Times a pass, and says of what it raises whose it is."""
     start = time.perf_counter()
-    yield
+    try:
+        yield
+    except PartFailed:
+        raise
+    except RuleError as error:
+        raise PartFailed(Part(RECOGNISE, error.kind)) from error.__cause__
+    except Exception as error:
+        raise PartFailed(Part(name)) from error
     report.seconds_by_pass[name] = time.perf_counter() - start

@@ -32,6 +32,7 @@ class Site:
         change: what is computed that the model's own graph doesn't say, and on whose word.
         before: with `Options.keep_graphs`, the nodes that spell it, a line each.
         after: likewise, what stands for them.
+        verified: with `Options.verify`, how far it was from the model when it was last compared.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Site:
     change: str | None = None
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    verified: str | None = None
 
 
 @dataclass(slots=True, repr=False)
@@ -62,6 +64,7 @@ class Report:
         graphs: how many graphs it speaks of.
         remark: why nothing was tried at all, if so.
         failure: the traceback of an internal failure that left the graph unfused.
+        left_out: what raised and was left out of this compilation, by name, with its traceback.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -74,6 +77,7 @@ class Report:
     graphs: int = 1
     remark: str | None = None
     failure: str | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -109,6 +113,7 @@ class Report:
                 total.seconds_by_pass[name] = total.seconds_by_pass.get(name, 0.0) + seconds
             remarks += [report.remark] if report.remark else []
             failures += [report.failure] if report.failure else []
+            total.left_out.update(report.left_out)
         total.remark = "\n".join(dict.fromkeys(remarks)) or None
         total.failure = "\n".join(failures) or None
         return total
@@ -127,6 +132,7 @@ class Report:
             "seconds_by_pass": self.seconds_by_pass,
             "remark": self.remark,
             "failure": self.failure,
+            "left_out": self.left_out,
             "sites": [asdict(site) for site in self.sites],
         }
         return json.dumps(content, default=lambda value: str(value).removeprefix("torch."), indent=2)
@@ -168,9 +174,12 @@ class Report:
         launches = f"{self.launches_before} launches became {self.launches_after}"
         if self.bytes_before and self.bytes_after:
             launches += f", {_bytes(self.bytes_before)} moved became {_bytes(self.bytes_after)}"
+        verified = sum(site.verified is not None for site in self.sites)
         changed = sum(site.change is not None for site in self.sites)
         declared = f"; {changed} changed as the model declares" if changed else ""
         left = f"{refused} sites refused, {missed} near misses{declared}"
+        left += f"; {verified} verified" if verified else ""
+        left += "".join(f"; {part} left out by an internal failure" for part in self.left_out)
         return f"{ops}; {launches}; {left}; {self.seconds * 1e3:.0f} ms"
 
     def __repr__(self) -> str:

@@ -23,6 +23,7 @@ from ..runtime.options import Numerics
 from ..runtime.sizes import Size, is_contiguous, known_equal, static_int
 from ..runtime.target import Target
 from .effects import is_pure, regions
+from .rewrites import Rewrite, Rewrites
 
 aten = torch.ops.aten
 
@@ -64,6 +65,7 @@ class Rewriter:
         self.placeholders = list(self.graph.find_nodes(op="placeholder"))
         self.fake_mode = self._fake_mode()
         self.shared: dict[Hashable, fx.Node] = {}
+        self.rewrites: Rewrites | None = None  # where they are kept, to be verified
         self.packed: dict[fx.Node, Hashable] = {}  # the form that a parameter's memory is to have
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._symbols = self._symbol_nodes()
@@ -155,6 +157,7 @@ class Edit:
     def __init__(self, rewriter: Rewriter, origin: fx.Node, claimed: Sequence[fx.Node]) -> None:
         self.rewriter = rewriter
         self.notes: list[str] = []
+        self.rewrite: Rewrite | None = None  # once it is committed, if rewrites are kept
         self._origin = origin
         self._claimed = claimed
         self._region = rewriter.regions[origin]
@@ -433,6 +436,11 @@ class Edit:
             raise Refused("an op with side effects stands between its nodes")
         for old, new in self._replacements:
             self._make_room(old, new)
+        rewriter = self.rewriter
+        if rewriter.rewrites is not None:
+            self.rewrite = rewriter.rewrites.add(
+                rewriter.module, self._origin, self._claimed, self.created, self._replacements
+            )
         for old, new in self._replacements:
             own = set(self._created)
             old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)  # noqa: B023  # used at once

@@ -34,7 +34,7 @@ from . import (
     transpose_batchmatmul,
 )
 from .canonical import Canonicaliser
-from .match import Findings, Match, Miss
+from .match import Findings, Match, Miss, RuleError
 from .term import Term, TermPool
 
 
@@ -82,7 +82,11 @@ KINDS: tuple[str, ...] = tuple(rule.kind for rule in RULES)
 
 
 def recognise(graph: fx.Graph, rules: Sequence[Rule] = RULES) -> Findings:
-    """Finds what `rules` know in an ATen graph whose nodes carry fake values in `meta["val"]`."""
+    """Finds what `rules` know in an ATen graph whose nodes carry fake values in `meta["val"]`.
+
+    Raises:
+        RuleError: a rule raised something.
+    """
     with unset_fake_temporarily():  # movement and rotations are found by running them on real numbers
         return _recognise(graph, rules)
 
@@ -95,11 +99,14 @@ def _recognise(graph: fx.Graph, rules: Sequence[Rule]) -> Findings:
             continue
         canonicaliser.visit(node)
         for rule in rules:
-            found = rule.match(node, canonicaliser, findings)
-            if isinstance(found, Miss):
-                findings.note(found)
-            elif found is not None:
-                findings.add(found)
-                if rule.term is not None:
-                    canonicaliser.terms[node] = rule.term(canonicaliser.pool, found, canonicaliser)
+            try:
+                found = rule.match(node, canonicaliser, findings)
+                if isinstance(found, Miss):
+                    findings.note(found)
+                elif found is not None:
+                    findings.add(found)
+                    if rule.term is not None:
+                        canonicaliser.terms[node] = rule.term(canonicaliser.pool, found, canonicaliser)
+            except Exception as error:
+                raise RuleError(rule.kind, node) from error
     return findings

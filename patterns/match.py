@@ -9,6 +9,19 @@ from typing import Any, Protocol
 from torch import fx
 
 
+class RuleError(Exception):
+    """A rule has raised; `__cause__` is what.
+
+    Args:
+        kind: of the rule.
+        node: at which it raised.
+    """
+
+    def __init__(self, kind: str, node: fx.Node) -> None:
+        super().__init__(f"the rule of {kind} raised at {node.name}")
+        self.kind = kind
+
+
 class Parameters(Protocol):
     """A frozen dataclass of what one kind of site carries; `public()` is what a report shows and counts by."""
 

@@ -6,29 +6,58 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._guards import TracingContext, tracing
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..passes.pipeline import leave, optimise, prepare
+from ..passes.pipeline import Flow, leave, optimise, prepare
 from ..passes.report import Report
+from ..passes.rewrites import Rewrites, SiteKey
 from ..passes.views.dump import Dump
+from ..passes.withheld import NOTHING, PartFailed, Withheld
 from .declarations import Declarations
 from .effects import register_known
 from .graphs.replayed import Replayed
 from .ops.register import register
 from .options import Options
 from .owners import Owners
+from .reproducer import Reproducers
 from .shards import is_distributed, is_part, position
 from .target import Target
+from .verify import Verified
 
 _log = logging.getLogger("npu_fuse")
 
 Compiled = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class Compilation:
+    """One graph on its way, and what is kept of it to optimise it again.
+
+    Args:
+        parameters: the model's, by the positions of the inputs of Dynamo's graph.
+        target: the machine.
+        dump: gets the stages.
+        withheld: what is left out.
+        declarations: which layers are bidirectional.
+        place: of its report among all.
+        rewrites: what there is to verify, if it is to be.
+    """
+
+    parameters: Mapping[int, torch.Tensor]
+    target: Target
+    dump: Dump
+    withheld: Withheld = NOTHING
+    declarations: Declarations | None = None
+    place: int | None = None
+    rewrites: Rewrites | None = None
 
 
 class Backend:
@@ -46,6 +75,9 @@ class Backend:
     Raises:
         ValueError: a setting is unknown.
     """
+
+    # What is done to a graph: a backend of one's own may do more, or less.
+    flow = Flow()
 
     def __init__(self, options: Options | None = None, **settings: Any) -> None:
         if options is not None and settings:
@@ -88,35 +120,73 @@ class Backend:
             return _compile(module, example_inputs, lambda graph, _: _boxed(graph))
 
         def inference(graph: fx.GraphModule, _: Sequence[Any]) -> Compiled:
-            optimised = self._optimised(graph, parameters, target, dump)
-            if graphs is None:
-                return _boxed(optimised)
-            static = _of_the_model(module.graph, optimised.graph)
-            self.runners.append(Replayed(optimised, static, graphs, self.options.strict))
-            return _boxed_call(self.runners[-1])
+            compilation = Compilation(parameters, target, dump)
+
+            def runs() -> Compiled:
+                optimised = self._optimised(graph, compilation)
+                if graphs is None:
+                    return optimised.forward
+                static = _of_the_model(module.graph, optimised.graph)
+                self.runners.append(Replayed(optimised, static, graphs, self.options.strict))
+                return self.runners[-1]
+
+            function = runs()
+            if self.options.verify is None or compilation.rewrites is None:
+                return _boxed_call(function)
+            context = TracingContext.try_get()
+
+            def without(sites: Mapping[SiteKey, str]) -> tuple[Compiled, Rewrites | None]:
+                compilation.withheld = compilation.withheld.with_sites(sites)
+                with tracing(context):
+                    return runs(), compilation.rewrites
+
+            folders = Reproducers(self.options.dump)
+            return _boxed_call(Verified(function, compilation.rewrites, self.options.verify, without, folders))
 
         return _compile(prepared, example_inputs, inference)
 
-    def _optimised(
-        self, module: fx.GraphModule, parameters: Mapping[int, torch.Tensor], target: Target, dump: Dump
-    ) -> fx.GraphModule:
-        """The graph with its fusions; on an internal failure, as the model had it."""
-        work = _copy(module)
+    def _optimised(self, module: fx.GraphModule, compilation: Compilation) -> fx.GraphModule:
+        """The graph with its fusions; on an internal failure, without what failed."""
         try:
-            by_placeholder = _by_placeholder(work.graph, parameters)
-            declarations = Declarations(self.options.encoder_only, Owners(work.graph))
-            report = optimise(work, by_placeholder, self.options, target, declarations, dump)
-            dump.report(report)
+            work, report = self._without_failures(module, compilation)
+            compilation.dump.report(report)
         except Exception as error:
             self._fail(error)
+            compilation.rewrites = None
             leave(module)
             return module
-        self._keep(report)
+        self._keep(report, compilation)
         if self.options.keep_graphs:
             before = _copy(module)
             leave(before)
             self.graphs.append((before, work))
         return work
+
+    def _without_failures(self, module: fx.GraphModule, compilation: Compilation) -> tuple[fx.GraphModule, Report]:
+        """Optimises copies of a graph, until nothing fails that isn't left out yet."""
+        while True:
+            work = _copy(module)
+            parameters = _by_placeholder(work.graph, compilation.parameters)
+            if compilation.declarations is None:
+                compilation.declarations = Declarations(self.options.encoder_only, Owners(work.graph))
+            known = compilation.declarations, compilation.dump, self.flow, compilation.withheld
+            try:
+                report, compilation.rewrites = optimise(work, parameters, self.options, compilation.target, *known)
+            except PartFailed as failure:
+                error = failure.__cause__
+                assert isinstance(error, Exception)
+                if self.options.strict or failure.part in compilation.withheld.parts:
+                    raise error from None
+                told = "".join(traceback.format_exception(error))
+                compilation.withheld = compilation.withheld.with_part(failure.part, told)
+                folder = Reproducers(self.options.dump).of_failure(module, failure.part, told, self.options)
+                warnings.warn(
+                    f"npu_fuse: {failure.part} is left out, by an internal failure: {type(error).__name__}: {error}"
+                    f" (reproducer: {folder})",
+                    stacklevel=2,
+                )
+            else:
+                return work, report
 
     def _fail(self, error: Exception) -> None:
         """An internal failure: raised under `strict`, else one warning, and a report with its traceback."""
@@ -126,9 +196,17 @@ class Backend:
         warnings.warn(message, stacklevel=3)
         self._keep(Report(failure="".join(traceback.format_exception(error))))
 
-    def _keep(self, report: Report) -> None:
-        self.reports.append(report)
-        _log.info("graph %d: %s", len(self.reports) - 1, report.summary())
+    def _keep(self, report: Report, compilation: Compilation | None = None) -> None:
+        """Keeps a report; that of a graph that is optimised again takes the place of its last one."""
+        place = compilation.place if compilation is not None else None
+        if place is None:
+            place = len(self.reports)
+            self.reports.append(report)
+        else:
+            self.reports[place] = report
+        if compilation is not None:
+            compilation.place = place
+        _log.info("graph %d: %s", place, report.summary())
 
     @property
     def report(self) -> Report:

@@ -31,6 +31,9 @@ class Options:
         numerics: "fused" lets an op round elsewhere than the model does, as the report notes it; "exact" refuses such a
             fusion, so that what is fused gives the bits of the model, but for the order in which a kernel sums.
         pack_weights: let separate projections of one input (q, k, v; gate, up) share one storage and one matmul.
+        verify: on which calls each rewritten site is run beside what the model had there, on the inputs of the call:
+            "first", "always", or every so many calls. A site that is further off than its rounding allows is put back
+            with a warning that names a folder to reproduce it with. What such a call gives is what the model gives.
         strict: raise on an internal failure, instead of running the graph unfused with a warning.
         encoder_only: layers whose attention is bidirectional, though they are given a causal mask: patterns of their
             paths as in `model.named_modules()` ("layers.*.self_attn"; `*` stands for anything, dots too), or a function
@@ -51,6 +54,7 @@ class Options:
     disable: frozenset[str] = frozenset()
     numerics: Numerics = "fused"
     pack_weights: bool = True
+    verify: Literal["first", "always"] | int | None = None
     strict: bool = False
     encoder_only: EncoderOnly = ()
     graphs: Mapping[str, Any] | None = None
@@ -66,6 +70,7 @@ class Options:
             raise ValueError(f"Options.disable: unknown kind {kind!r}{_hint(kind, _KINDS)}; known: {', '.join(_KINDS)}")
         if self.numerics not in get_args(Numerics):
             raise ValueError(f"Options.numerics: {self.numerics!r} is unknown; known: {', '.join(get_args(Numerics))}")
+        _check_verify(self.verify)
         object.__setattr__(self, "encoder_only", _encoder_only(self.encoder_only))
         if self.graphs is not None:
             object.__setattr__(self, "graphs", graph_settings(self.graphs))
@@ -87,6 +92,13 @@ class Options:
             if key not in known:
                 raise ValueError(f"Options: unknown option {key!r}{_hint(key, known)}; known: {', '.join(known)}")
         return cls(**settings)
+
+
+def _check_verify(given: object) -> None:
+    if given in (None, "first", "always"):
+        return
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise ValueError(f"Options.verify: give 'first', 'always' or a number of calls, not {given!r}")
 
 
 def _encoder_only(given: object) -> EncoderOnly:

@@ -115,7 +115,7 @@ def script(module: fx.GraphModule, title: str) -> str:
         [
             f'"""{title}"""',
             "",
-            *_imports(code.src, code.globals),
+            *imports(code.src, code.globals),
             "",
             "from npu_fuse.runtime.effects import register_known",
             "from npu_fuse.runtime.ops.register import register",
@@ -148,7 +148,7 @@ def script(module: fx.GraphModule, title: str) -> str:
     )
 
 
-def _imports(source: str, names: dict[str, Any]) -> Iterator[str]:
+def imports(source: str, names: dict[str, Any]) -> Iterator[str]:
     """What makes the names in fx's code mean what they mean."""
     yield "import torch"
     for name, value in sorted(names.items()):
