@@ -18,7 +18,6 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..passes.rewrites import Program, Rewrite, Rewrites, SiteKey
-from .graphs.runner import is_capturing
 from .reproducer import Reproducers
 from .tolerance import Difference, difference, in_float64, tolerance
 
@@ -123,8 +122,9 @@ class Verified:
 
 
 def _can_be_verified(inputs: tuple[Any, ...]) -> bool:
-    """Whether this is a call with numbers, that no graph is being captured from."""
-    return not is_capturing() and not any(isinstance(value, FakeTensor) for value in inputs)
+    """Whether this is a call with numbers, of which nobody records the ops, as the capture of a graph does."""
+    is_watched = torch._C._len_torch_dispatch_stack() > 0
+    return not is_watched and not any(isinstance(value, FakeTensor) for value in inputs)
 
 
 class _Beside(fx.Interpreter):

@@ -39,11 +39,6 @@ _MAX_PLANS = 4096
 _thread_state = threading.local()
 
 
-def is_capturing() -> bool:
-    """Whether a runner captures a graph on this thread."""
-    return getattr(_thread_state, "capturing", False)
-
-
 class GraphRunner:
     """Captures a callable once for each size and replays it, without the Python in it.
 
@@ -131,7 +126,7 @@ class GraphRunner:
         with self._lock:
             arguments = self._signature.bind(args, kwargs)
             memory = self._memory if self._memory is not None else self._start(arguments)
-            if is_capturing() or memory.backend.busy():
+            if getattr(_thread_state, "capturing", False) or memory.backend.busy():
                 self.stats.eager += 1  # part of a larger capture
                 return self._function(*args, **kwargs)
             if not torch.is_grad_enabled():
