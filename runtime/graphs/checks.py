@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from .capture import CaptureBackend, Captured
 from .errors import CaptureError
-from .record import storage_key
+from .record import Place, Trace, place, storage_key
 from .spec import Shapes
 from .watch import reachable
 
@@ -58,6 +58,40 @@ def refuse_escapes(roots: Sequence[Any], captured: Captured) -> None:
             raise CaptureError(
                 f"the function keeps a tensor {list(tensor.shape)} that it computed, as {type(root).__name__}{path}; a "
                 "replay would not set it again: return it, or copy_ it into a tensor that is there before the call"
+            )
+
+
+def refuse_changes(
+    roots: Sequence[Any], arguments: Mapping[str, Any], places: Mapping[str, Place], trace: Trace, result: Any
+) -> None:
+    """Refuses a function that does more to a tensor than to write to it, or that hides tensors in what it returns.
+
+    Args:
+        roots: the callable, and what else tensors are looked for in.
+        arguments: those of the run, by name.
+        places: where the tensors among them were before.
+        trace: what was seen of the run.
+        result: what it returned.
+
+    Raises:
+        CaptureError: names the op, the argument or the object.
+    """
+    for reshaped, error in trace.reshaped:
+        if any(tensor is reshaped for _, tensor in reachable([*roots, *arguments.values()], {storage_key(reshaped)})):
+            raise error
+    for name, was in places.items():
+        if place(arguments[name]) != was:
+            raise CaptureError(f"the function gives its argument {name!r} other memory or another shape; a replay "
+                               "would not: copy_ to it instead")  # fmt: skip
+    made = {key for key, storage in trace.made.items() if not storage.expired()}  # type: ignore[no-untyped-call]
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.Tensor):
+            continue
+        for path, tensor in reachable(leaf, made):
+            raise CaptureError(
+                f"the function returns a {type(leaf).__name__}, whose {path} is a tensor {list(tensor.shape)} that it "
+                "computed, and each replay would return the same object: return tensors in tuples, lists and dicts, or "
+                "in a class that torch.utils._pytree knows"
             )
 
 

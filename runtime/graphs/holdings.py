@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from .buffers import Buffers
 from .capture import CaptureBackend, Graph
 from .copies import Copies
-from .keys import VALUES
+from .keys import identified
 from .outputs import Outputs, Shape
 from .padding import Trims
 from .record import storage_key
@@ -70,28 +70,45 @@ class Holdings:
         self.device = device
         self.backend = backend
         self.buffers = Buffers(device)
-        self.roots: list[Any] = [function]
-        self.watch = Watch(self.roots)
+        self.watch = Watch()
         self.plans: dict[Hashable, Plan] = {}
-        self.entries: dict[Hashable, Entry] = {}
-        self.trims: dict[Hashable, Trims] = {}
+        self.entries: dict[tuple[Hashable, Hashable], Entry] = {}
+        self.trims: dict[tuple[Hashable, ...], Trims] = {}
         self.unpadded: set[Hashable] = set()
         self.moved: set[Hashable] = set()
+        self._function = function
+        self._objects: dict[Hashable, list[Any]] = {}
 
-    def add_roots(self, values: Iterable[Any]) -> None:
-        """Keeps objects that are known by their identity alive, and looks for tensors in them."""
-        for value in values:
-            if not isinstance(value, (torch.Tensor, list, tuple, *VALUES)) and all(value is not r for r in self.roots):
-                self.roots.append(value)
+    def add_objects(self, variant: Hashable, arguments: Mapping[str, Any]) -> None:
+        """Keeps objects that graphs know by their identity alive, as long as there is such a graph."""
+        self._objects[variant] = [thing for value in arguments.values() for thing in identified(value)]
 
-    def drop(self, key: Hashable) -> None:
+    @property
+    def roots(self) -> list[Any]:
+        """Where tensors are looked for: the function, and objects passed to it."""
+        objects = {id(thing): thing for things in self._objects.values() for thing in things}
+        return [self._function, *objects.values()]
+
+    def drop(self, key: tuple[Hashable, Hashable]) -> None:
         """Drops a graph whose memory moved."""
         self.entries.pop(key).dropped = True
         self.moved.add(key)
 
     def drop_all(self) -> None:
-        """Drops all graphs."""
+        """Drops all graphs, and what was found of the function."""
         for key in list(self.entries):
             self.drop(key)
         self.plans.clear()
+        self.trims.clear()
+        self.unpadded.clear()
         self.watch.clear()
+
+    def prune(self) -> None:
+        """Forgets what only leads to graphs that were dropped."""
+        variants = {variant for variant, _ in self.entries}
+        self.plans = {calls: plan for calls, plan in self.plans.items() if plan.entry is None or not plan.entry.dropped}
+        self.trims = {key: trims for key, trims in self.trims.items() if key[0] in variants}
+        self.unpadded &= variants
+        if not self._objects.keys() <= variants:
+            self._objects = {variant: objects for variant, objects in self._objects.items() if variant in variants}
+            self.watch.look(self.roots)

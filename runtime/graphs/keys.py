@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from .spec import Shapes
 
-VALUES = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.memory_format)
+_VALUES = (int, str, bytes, type(None), range, torch.dtype, torch.device, torch.memory_format)
 
 
 def plan_key(shapes: Shapes, arguments: Mapping[str, Any], surroundings: Hashable) -> Hashable:
@@ -26,7 +26,7 @@ def plan_key(shapes: Shapes, arguments: Mapping[str, Any], surroundings: Hashabl
         elif name in specs and specs[name].host is not None:
             parts.append((name, len(value)))
         else:
-            parts.append((name, type(value), constant(value)))
+            parts.append((name, constant(value)))
     return tuple(parts)
 
 
@@ -41,17 +41,38 @@ def graph_variant(shapes: Shapes, arguments: Mapping[str, Any], surroundings: Ha
         elif spec.axes:
             parts.append((name, type(value)))
         else:
-            parts.append((name, type(value), constant(value)))
+            parts.append((name, constant(value)))
     return tuple(parts)
 
 
 def constant(value: Any) -> Hashable:
-    """A number, string or tuple of them is known by its value, any other object by its identity."""
-    if isinstance(value, VALUES):
-        return value
+    """Numbers, strings, buffers and containers of them are known by type and value, other objects by identity."""
+    kind = type(value)
+    if isinstance(value, (float, complex)):
+        return kind, repr(value)  # zeros have a sign, and what is no number equals itself
+    if isinstance(value, _VALUES):
+        return kind, value
     if isinstance(value, (list, tuple)):
-        return tuple(map(constant, value))
-    return id(value)
+        return kind, tuple(map(constant, value))
+    if kind is dict:
+        return kind, tuple((constant(key), constant(item)) for key, item in value.items())
+    if kind is slice:
+        return kind, constant((value.start, value.stop, value.step))
+    if hasattr(value, "tobytes"):  # arrays, and numbers of numpy's
+        return kind, str(getattr(value, "dtype", "")), getattr(value, "shape", ()), value.tobytes()
+    return kind, id(value)
+
+
+def identified(value: Any) -> Iterator[Any]:
+    """The objects in a value that `constant` knows by their identity, which they have only as long as they live."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from identified(item)
+    elif type(value) is dict:
+        for item in (*value.keys(), *value.values()):
+            yield from identified(item)
+    elif not isinstance(value, (torch.Tensor, float, complex, *_VALUES)):
+        yield value
 
 
 def surroundings(function: Callable[..., Any], device: torch.device) -> Hashable:

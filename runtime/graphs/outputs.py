@@ -7,6 +7,7 @@ a new one's. So the caller's tensors stay as they are, and the graph has its add
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -23,15 +24,19 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(slots=True)
 class _Memory:
-    """A storage that the graph writes outputs to, and how many users it has when no caller holds anything."""
+    """A storage that the graph writes outputs to, and how many users it has when no caller holds anything.
+
+    Those are tensors, and what holds the storage's Python object: both are counted.
+    """
 
     storage: torch.UntypedStorage
     leaves: list[int]
     users: int = 0
+    references: int = 0
 
     def is_held(self) -> bool:
         count: int = torch._C._storage_Use_Count(self.storage._cdata)
-        return count > self.users
+        return count > self.users or sys.getrefcount(self.storage) > self.references
 
 
 class Outputs:
@@ -62,6 +67,7 @@ class Outputs:
         self._memories = list(memories.values())
         for memory in self._memories:  # its Python object, its leaves here, and the graph
             memory.users = 1 + len(memory.leaves) + self._graph.users(memory.storage)
+            memory.references = sys.getrefcount(memory.storage)
 
     @property
     def held(self) -> bool:
@@ -82,9 +88,8 @@ class Outputs:
         first: torch.Tensor = self.leaves[memory.leaves[0]]
         old = memory.storage
         with torch.inference_mode(False), torch.no_grad():
-            count = old.nbytes() // first.element_size()
-            new = torch.empty(count, dtype=first.dtype, device=first.device).untyped_storage()
-            _at(first, new, (count,), (1,), 0).copy_(_at(first, old, (count,), (1,), 0))
+            copy = bytes_of(first).clone()
+            new = copy.untyped_storage()
             old._swap_data_ptr_(new)  # type: ignore[attr-defined] # (not in the stub)
             for i in memory.leaves:
                 leaf = self.leaves[i]
@@ -129,4 +134,6 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _at(
     like: torch.Tensor, storage: torch.UntypedStorage, size: Sequence[int], stride: Sequence[int], offset: Any
 ) -> torch.Tensor:
-    return like.new_empty(0).set_(storage, offset, tuple(size), tuple(stride))
+    tensor = like.new_empty(0).set_(storage, offset, tuple(size), tuple(stride))
+    tensor = tensor.conj() if like.is_conj() else tensor
+    return torch._neg_view(tensor) if like.is_neg() else tensor

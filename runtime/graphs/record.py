@@ -12,7 +12,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -36,10 +36,18 @@ _UNDECLARED = dict.fromkeys(
 _NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
+Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], int | torch.SymInt]
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Names the storage that a tensor lies in, as long as it lives."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def place(tensor: torch.Tensor) -> Place:
+    """Where a tensor lies: its storage, size, stride and offset."""
+    return storage_key(tensor), tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,7 @@ class Trace:
         written: keys of those that were written.
         made: the storages that the run made.
         lists: lists from the host that ops took and that can be renewed: the op, the argument, the value.
+        reshaped: tensors outside, or views of them, whose shape an op changed in place, with what to say of that.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -79,6 +88,7 @@ class Trace:
     written: set[int] = field(default_factory=set)
     made: dict[int, StorageWeakRef] = field(default_factory=dict)
     lists: list[tuple[str, str, Sequence[int]]] = field(default_factory=list)
+    reshaped: list[tuple[torch.Tensor, CaptureError]] = field(default_factory=list)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # (torch has no types there, nor below)
@@ -125,6 +135,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # (torch has
             _refuse(func, args, kwargs)
         for name, value in taken_lists(func, args, kwargs):
             self.trace.lists.append((func._schema.name, name, value))
+        _refuse_layouts(func, (args, kwargs))
         before = [storage_key(tensor) for tensor in _tensors((args, kwargs))]
         for tensor in _tensors((args, kwargs)):
             self._see(tensor)
@@ -136,7 +147,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # (torch has
             func = torch.ops.aten.clone.default  # the model may write to what it gets, and a constant must stay
         if self._keep:
             seen_args, seen_kwargs = tree_map(_alias, (args, kwargs))
+        before_it = [(tensor, place(tensor)) for tensor in written] if torch.Tag.inplace_view in func.tags else []
         result = func(*args, **kwargs)
+        _refuse_layouts(func, result)
+        self._note_reshaped(func, before_it)
         leaves = tree_leaves(result)
         fresh = tuple(isinstance(leaf, torch.Tensor) and storage_key(leaf) not in before for leaf in leaves)
         for leaf, new in zip(leaves, fresh, strict=True):
@@ -153,15 +167,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # (torch has
         if (made is None or made.expired()) and key not in self.trace.outside:  # type: ignore[no-untyped-call]
             self.trace.outside[key] = _weak(tensor)
 
+    def _note_reshaped(self, func: Any, places: Sequence[tuple[torch.Tensor, Place]]) -> None:
+        for tensor, (key, size, stride, offset) in places:
+            if place(tensor) != (key, size, stride, offset) and key in self.trace.outside:
+                if self._undo is not None:
+                    self._undo.append(functools.partial(tensor.as_strided_, size, stride, offset))
+                error = _error(func, "changes the shape of a tensor that was there before the call; a replay would not")
+                self.trace.reshaped.append((tensor, error))
+
     def _save(self, func: Any, args: tuple[Any, ...], written: Sequence[torch.Tensor]) -> None:
         assert self._undo is not None
         if func in _ROWS:  # of a cache, the rows alone
             self._undo.append(_ROWS[func](*args))
             return
         for tensor in written:
-            place = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-            if place not in self._saved:
-                self._saved.add(place)
+            saved = (place(tensor), tensor.dtype)
+            if saved not in self._saved:
+                self._saved.add(saved)
                 self._undo.append(functools.partial(tensor.detach().copy_, tensor.detach().clone()))
 
 
@@ -185,6 +207,13 @@ _ROWS: dict[Any, Callable[..., Callable[[], Any]]] = {
 def _weak(tensor: torch.Tensor) -> StorageWeakRef:
     """Keeps the name of a storage from being given to another, not its memory."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _refuse_layouts(func: Any, tree: Any) -> None:
+    for tensor in _tensors(tree):
+        if tensor.layout is not torch.strided:
+            raise _error(func, f"works on a tensor of layout {tensor.layout}, which has no memory of its own to be "
+                               "read again")  # fmt: skip
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,20 +23,24 @@ from ..effects import register_known
 from . import poison
 from .buckets import Buckets
 from .capture import CaptureBackend
-from .checks import check_arguments, own_outputs, refuse_escapes, refuse_gradients
+from .checks import check_arguments, own_outputs, refuse_changes, refuse_escapes, refuse_gradients
 from .copies import Copies, pad_list, resized
 from .device import backend_for
 from .holdings import Entry, Holdings, Plan
 from .keys import graph_variant, plan_key, surroundings
 from .outputs import OutputMode, Outputs
 from .padding import Mixing, Trims, compare_runs, other_paddings, read_shapes
-from .record import Recorder, storage_key
+from .record import Recorder, place, storage_key
 from .signature import Signature
 from .spec import InputSpec, Shapes, Sizes
 from .stats import Forecast, Memory, Stats
 
 _MAX_PLANS = 4096
-_thread_state = threading.local()
+
+
+def is_capturing() -> bool:
+    """Whether a runner captures a graph on this thread."""
+    return any(isinstance(mode, Recorder) for mode in _modes())
 
 
 class GraphRunner:
@@ -94,6 +98,9 @@ class GraphRunner:
         if max_graphs < 1 or warm_ups < 1:
             raise ValueError(f"GraphRunner: max_graphs {max_graphs} and warm_ups {warm_ups} must be at least 1")
         self.stats = Stats()
+        self._settings: dict[str, Any] = {"buckets": buckets, "inputs": inputs, "outputs": outputs, "backend": backend,
+                                          "device": device, "max_graphs": max_graphs, "warm_ups": warm_ups,
+                                          "check_padding": check_padding, "debug_poison": debug_poison}  # fmt: skip
         self._function = function
         self._signature = Signature(function, inputs or {})
         self._shapes = Shapes(inputs or {})
@@ -110,9 +117,13 @@ class GraphRunner:
         self.__wrapped__ = self._signature.wrapped
         self.__signature__ = self._signature.signature
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has the function (or its copy) and the settings, and begins without graphs."""
+        return functools.partial(type(self), **self._settings), (self._function,)
+
     # A call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the function by a replay; see the class.
 
         Raises:
@@ -123,11 +134,14 @@ class GraphRunner:
         """
         if torch.compiler.is_compiling():
             return self._function(*args, **kwargs)
+        if _is_traced():
+            self.stats.eager += 1
+            return self._function(*args, **kwargs)
         with self._lock:
             arguments = self._signature.bind(args, kwargs)
             memory = self._memory if self._memory is not None else self._start(arguments)
-            if getattr(_thread_state, "capturing", False) or memory.backend.busy():
-                self.stats.eager += 1  # part of a larger capture
+            if memory.backend.busy():
+                self.stats.eager += 1
                 return self._function(*args, **kwargs)
             if not torch.is_grad_enabled():
                 return self._serve(memory, arguments)
@@ -156,6 +170,7 @@ class GraphRunner:
     def _replay(self, memory: Holdings, plan: Plan, entry: Entry, copies: Copies, arguments: Mapping[str, Any]) -> Any:
         memory.backend.order()
         if self._poison:
+            exact = self._exact(memory, arguments)  # before the function writes to them
             entry.outputs.release()
             entry.graph.poison(poison.poison)
             entry.outputs.poison(poison.poison)
@@ -173,7 +188,7 @@ class GraphRunner:
         self.stats.unpadded += plan.unpadded
         result = entry.outputs.give(plan.shapes)
         if self._poison:
-            poison.check(tree_leaves(result), arguments.values())
+            poison.check(tree_leaves(result), lambda: tree_leaves(self._observed(memory, exact, refuse=False)))
         return result
 
     def _enter(self, memory: Holdings, thread: int) -> None:
@@ -219,6 +234,7 @@ class GraphRunner:
                                "graph of its own. check_padding=False pads all the same", about="mixing")  # fmt: skip
             if trims is None:
                 bucket, unpadded = sizes, True
+        memory.add_objects(variant, arguments)
         entry = self._entry(memory, (variant, tuple(bucket.items())), arguments, bucket)
         copies = Copies(self._shapes, arguments, entry.statics, self._poison)
         return Plan(
@@ -237,7 +253,9 @@ class GraphRunner:
             self._warned.add(about)
             warnings.warn(f"GraphRunner: {message}", stacklevel=5)
 
-    def _entry(self, memory: Holdings, key: Hashable, arguments: Mapping[str, Any], bucket: Sizes) -> Entry:
+    def _entry(
+        self, memory: Holdings, key: tuple[Hashable, Hashable], arguments: Mapping[str, Any], bucket: Sizes
+    ) -> Entry:
         entry = memory.entries.get(key)
         if entry is not None and not self._is_at(entry, arguments):
             memory.drop(key)
@@ -249,6 +267,7 @@ class GraphRunner:
             memory.moved.discard(key)
             memory.entries[key] = entry
             self._evict(memory, entry)
+            memory.prune()
             self.stats.bytes = self.memory().total
         return entry
 
@@ -280,8 +299,7 @@ class GraphRunner:
         key = (variant, tuple(bucket.items()), padded)
         if key in memory.trims:
             return memory.trims[key]
-        exact = {name: self._converted(memory, name, value) for name, value in arguments.items()}
-        small = self._observed(memory, exact, refuse=False)
+        small = self._observed(memory, self._exact(memory, arguments), refuse=False)
         statics = self._statics(memory, arguments, bucket)
         large = self._loaded(memory, arguments, statics)
         trims = read_shapes(small, large, sizes, bucket)
@@ -297,26 +315,29 @@ class GraphRunner:
         Copies(self._shapes, arguments, statics).load(arguments)
         return self._observed(memory, statics)
 
-    def _converted(self, memory: Holdings, name: str, value: Any) -> Any:
-        """An argument as the function gets it at its own size, of which nothing is written to the caller's."""
-        spec = self._shapes.of(name)
-        if not isinstance(value, torch.Tensor) or spec.static:
-            return value
-        copy = torch.empty(value.shape, dtype=spec.dtype or value.dtype, device=memory.device)
-        return copy.copy_(value)
+    def _exact(self, memory: Holdings, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments as the function gets them at their own sizes, of which nothing is written to the caller's."""
+        exact = dict(arguments)
+        for name, value in arguments.items():
+            spec = self._shapes.of(name)
+            if isinstance(value, torch.Tensor) and not spec.static:
+                copy = torch.empty(value.shape, dtype=spec.dtype or value.dtype, device=memory.device)
+                exact[name] = copy.copy_(value)
+        return exact
 
     # Runs of the function that aren't calls
 
     def _observed(self, memory: Holdings, arguments: Mapping[str, Any], refuse: bool = True) -> Any:
         """What the function returns; nothing stays of the run."""
         recorder = Recorder(undo=True, refuse=refuse)
-        with _capturing():
-            try:
-                with memory.backend.warm_up(), recorder:
-                    result = self._signature.call(self._function, arguments)
-                return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, result)
-            finally:
-                recorder.restore()
+        places = {name: place(value) for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+        try:
+            with memory.backend.warm_up(), recorder, _uncached_casts(memory.device):
+                result = self._signature.call(self._function, arguments)
+            refuse_changes(memory.roots, arguments, places, recorder.trace, result)
+            return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, result)
+        finally:
+            recorder.restore()
 
     def _statics(self, memory: Holdings, arguments: Mapping[str, Any], bucket: Sizes) -> dict[str, Any]:
         """What the function is captured with: arguments in fixed memory, of the sizes of a bucket."""
@@ -340,19 +361,17 @@ class GraphRunner:
         statics = self._statics(memory, arguments, bucket)
         Copies(self._shapes, arguments, statics).load(arguments)
         lists = {spec.host: statics[name] for name, spec in self._shapes.specs.items() if spec.host and name in statics}
-        memory.add_roots(arguments.values())
         for i in range(self._warm_ups):
             self._observed(memory, statics, refuse=i == self._warm_ups - 1)
-        with _capturing():
-            run = functools.partial(self._signature.call, self._function, statics)
-            captured = memory.backend.capture(run, lists)
+        with _uncached_casts(memory.device):
+            captured = memory.backend.capture(functools.partial(self._signature.call, self._function, statics), lists)
         refuse_escapes(memory.roots, captured)
         keys = {name: storage_key(value) for name, value in statics.items() if isinstance(value, torch.Tensor)}
         copied = {name: key for name, key in keys.items() if not self._shapes.of(name).static}
         own = own_outputs(memory.roots, memory.backend, captured, set(keys.values()))
         if memory.watch.moved():  # by the function itself, such as weights that it packs in its first run
             memory.drop_all()
-        memory.watch.add(set(captured.trace.outside) - set(keys.values()))
+        memory.watch.add(memory.roots, set(captured.trace.outside) - set(keys.values()))
         written = frozenset(name for name, key in copied.items() if key in captured.trace.written)
         watched = memory.watch.watched()
         others = [reference for key, reference in captured.trace.outside.items() if key not in watched]
@@ -428,14 +447,22 @@ class GraphRunner:
             self.stats.bytes = 0
 
 
-@contextmanager
-def _capturing() -> Iterator[None]:
-    """Runners inside run plainly."""
-    _thread_state.capturing = True
-    try:
-        yield
-    finally:
-        _thread_state.capturing = False
+def _is_traced() -> bool:
+    """Whether somebody sees or rewrites this thread's ops, of which a replay has none: a capture around, a tracer."""
+    if any(isinstance(mode, Recorder) or mode.is_infra_mode() for mode in _modes()):
+        return True
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def _modes() -> Iterator[Any]:
+    return map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+
+
+def _uncached_casts(device: torch.device) -> AbstractContextManager[Any]:
+    """Where autocast casts a weight in each run: what it keeps of the run before would be a constant of the graph."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, torch.get_autocast_dtype(device.type), cache_enabled=False)
+    return nullcontext()
 
 
 def _parameters(function: Callable[..., Any]) -> Iterator[torch.Tensor]:

@@ -29,8 +29,8 @@ class Signature:
         self._positional = tuple(
             name for name, kind in kinds.items() if kind in (inspect.Parameter.POSITIONAL_ONLY, _EITHER)
         )
-        self._known = {name for name, kind in kinds.items() if kind in (_EITHER, inspect.Parameter.KEYWORD_ONLY)}
-        self._known |= set(self._positional)
+        self._by_name = {name for name, kind in kinds.items() if kind in (_EITHER, inspect.Parameter.KEYWORD_ONLY)}
+        self._known = self._by_name | set(self._positional)
         self._optional = {name for name, parameter in self.signature.parameters.items() if parameter.default is None}
         self._by_position = tuple(name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_ONLY)
         if not self._open and not self._varying:
@@ -55,12 +55,13 @@ class Signature:
             names = (*names, *(f"arg{i}" for i in range(len(args) - len(names))))
         bound = dict(zip(names, args, strict=False))
         for name, value in kwargs.items():
-            if name in bound or not (name in self._known or self._open):
+            if name in bound or not (name in self._by_name or self._open):
                 raise TypeError(f"GraphRunner: {name!r} is given {'twice' if name in bound else 'but no parameter'}")
             bound[name] = value
-        for name in self._optional:
-            if name in bound and bound[name] is None:
-                del bound[name]
+        if len(args) <= len(self._positional):  # else what comes after would move up
+            for name in self._optional:
+                if name in bound and bound[name] is None:
+                    del bound[name]
         return bound
 
     def call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

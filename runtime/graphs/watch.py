@@ -19,7 +19,7 @@ import copy
 import functools
 import sys
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,19 +31,16 @@ _SILENT = ("cell_contents", "__self__", "__func__", "forward")
 _TABLES = ("_parameters", "_buffers", "_modules")
 # Whose objects hold no tensors of a model in attributes: loggers, locks, dispatchers.
 _OPAQUE = (sys.stdlib_module_names - {"types"}) | {"torch"}
+_address = torch.Tensor.const_data_ptr  # type: ignore[attr-defined]  # (not in the stub) data_ptr makes a lazy copy real
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device)
 
 
 class Watch:
-    """The names and addresses behind the storages that graphs use.
+    """The names and addresses behind the storages that graphs use."""
 
-    Args:
-        root: the callable; everything is looked for from here.
-    """
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
+    def __init__(self) -> None:
         self._keys: set[int] = set()
+        self._roots: list[int] = []
         self._forget()
 
     def _forget(self) -> None:
@@ -54,13 +51,25 @@ class Watch:
         self._tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
 
-    def add(self, keys: Collection[int]) -> None:
-        """Watches these storages too."""
-        if not self._keys.issuperset(keys):
+    def add(self, roots: Sequence[Any], keys: Collection[int]) -> None:
+        """Watches these storages too.
+
+        Args:
+            roots: the callable, and what else tensors are looked for in.
+            keys: the storages.
+        """
+        if not self._keys.issuperset(keys) or self._roots != list(map(id, roots)):
             self._keys |= set(keys)
-            self._forget()
-            _Search(self, self._keys).visit(self._root)
-            self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+            self.look(roots)
+
+    def look(self, roots: Sequence[Any]) -> None:
+        """Looks for the storages anew, and from these objects alone."""
+        self._forget()
+        self._roots = list(map(id, roots))
+        search = _Search(self, self._keys)
+        for root in roots:
+            search.visit(root)
+        self._addresses = list(map(_address, self._tensors))
 
     def watched(self) -> set[int]:
         """The storages that were found."""
@@ -69,6 +78,7 @@ class Watch:
     def clear(self) -> None:
         """Watches nothing."""
         self._keys = set()
+        self._roots = []
         self._forget()
 
     def moved(self) -> bool:
@@ -86,7 +96,7 @@ class Watch:
             Exception
         ):  # a name is gone; or another tensor was compared with the one before, which has no truth value
             return True
-        return list(map(torch.Tensor.data_ptr, self._tensors)) != self._addresses
+        return list(map(_address, self._tensors)) != self._addresses
 
 
 class _Search:
@@ -159,6 +169,8 @@ def _steps(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
     elif isinstance(value, (list, tuple)):
         kind = "entry" if all(isinstance(child, torch.Tensor) for child in value) else "item"
         yield from ((kind, value, i, child) for i, child in enumerate(value))
+    elif isinstance(value, (set, frozenset)):
+        yield from (("fixed", value, "member", child) for child in value)
     elif isinstance(value, types.MethodType):
         yield "fixed", value, "__self__", value.__self__
         yield "fixed", value, "__func__", value.__func__

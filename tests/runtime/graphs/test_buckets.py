@@ -1,6 +1,8 @@
 """Which graphs there are: sizes, limits, capture ahead of time, and what is too large or can't be padded."""
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -192,3 +194,52 @@ def test_graphs_of_all_sizes_share_the_memory_of_inputs():
 def test_buckets_that_fit_no_axis(buckets, inputs, reason):
     with pytest.raises(ValueError, match=reason):
         GraphRunner(row_wise, buckets=buckets, inputs=inputs)
+
+
+def freed(outputs):
+    gc.collect()
+    return [reference() is None for reference in outputs]
+
+
+def outputs_of(runner):
+    return [weakref.ref(entry.outputs) for entry in runner._memory.entries.values()]
+
+
+def test_a_graph_that_is_dropped_is_freed():
+    runner = GraphRunner(row_wise, buckets=[1, 2], inputs=ROWS, max_graphs=1)
+    runner(torch.randn(1, 8))
+    first = outputs_of(runner)
+    runner(torch.randn(2, 8))
+    assert freed(first) == [True]
+    runner = GraphRunner(lambda x: x * 2, inputs={"x": InputSpec(static=True)})
+    caches = [torch.randn(3) for _ in range(3)]
+    first = []
+    for cache in caches:
+        runner(cache)
+        first += outputs_of(runner)
+    kept = [weakref.ref(cache) for cache in caches]
+    del caches, cache
+    assert freed(first) == freed(kept) == [True, True, False]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("told", [False, True])
+def test_whether_rows_mix_is_asked_again_after_a_change(told):
+    class Centred(nn.Module):
+        on = True
+
+        def forward(self, x):
+            return x - x.mean(0) if self.on else x
+
+    model = nn.Sequential(nn.Linear(8, 8), Centred())
+    model[1].on = False
+    runner = GraphRunner(model, buckets=[4], inputs={"input": InputSpec("batch")})
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(runner(x), model(x))
+    model[1].on = True
+    if told:
+        runner.invalidate()
+    else:
+        model[0] = nn.Linear(8, 8)
+    with pytest.warns(UserWarning, match="would change the result"):
+        torch.testing.assert_close(runner(x), model(x))

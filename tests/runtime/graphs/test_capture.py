@@ -1,12 +1,14 @@
 """What no replay could repeat is refused at capture, with the op and the line."""
 
+import copy
 import inspect
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
-from npu_fuse import CaptureError, GraphRunner
+from npu_fuse import CaptureError, GraphRunner, InputSpec
 
 
 def random(x):
@@ -188,3 +190,103 @@ def test_the_signature_is_the_functions():
         GraphRunner(Draft())(torch.ones(2), embeds=1)
     with pytest.raises(TypeError, match="'input_ids' is given twice"):
         GraphRunner(Draft())(torch.ones(2), input_ids=torch.ones(2))
+
+
+def transposed_input(x):
+    x.t_()
+    return x * 1
+
+
+def transposed_state(x, state=torch.arange(12.0).view(4, 3)):  # noqa: B008
+    state.view(3, 4).t_()  # a view may be
+    state.t_()
+    return state @ x[:, :4].view(4, -1)
+
+
+@pytest.mark.parametrize("function", [transposed_input, transposed_state])
+def test_tensors_that_get_another_shape_are_refused_and_have_theirs_again(function):
+    x = torch.randn(4, 3)
+    with pytest.raises(CaptureError, match=r"aten.t_.default changes the shape of a tensor .*\n.*\n.*t_\(\)"):
+        GraphRunner(function)(x)
+    state = (*(function.__defaults__ or ()), x)[0]
+    assert state.shape == (4, 3)
+    assert state.is_contiguous()
+
+
+def test_an_argument_that_gets_other_memory_is_refused():
+    def function(x):
+        x.data = x * 2
+        return x + 1
+
+    with pytest.raises(CaptureError, match="gives its argument 'x' other memory"):
+        GraphRunner(function)(torch.ones(3))
+
+
+def test_what_has_no_memory_of_its_own_is_refused():
+    with pytest.raises(CaptureError, match=r"_to_sparse\.default works on a tensor of layout torch.sparse_coo"):
+        GraphRunner(lambda x: x.to_sparse())(torch.ones(3))
+
+
+def test_casts_of_autocast_follow_the_weights():
+    model = nn.Linear(4, 4)
+    runner, x = GraphRunner(model), torch.randn(2, 4)
+    with torch.no_grad():
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(runner(x), model(x))
+            model.weight.mul_(3)
+
+
+def tracers():
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def faked(runner, x):
+        with FakeTensorMode() as mode:
+            assert runner(mode.from_tensor(x)).shape == x.shape
+        return runner(x)
+
+    yield "fake tensors", faked
+    yield "make_fx", lambda runner, x: make_fx(runner)(torch.zeros_like(x))(x)
+    yield "export", lambda runner, x: torch.export.export(Calls(runner), (torch.zeros_like(x),)).module()(x)
+    yield "vmap", lambda runner, x: torch.func.vmap(runner)(x)
+    yield "jvp", lambda runner, x: torch.func.jvp(runner, (x,), (x,))[1]
+
+
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize(("trace"), [pytest.param(trace, id=name) for name, trace in tracers()])
+def test_a_tracer_sees_the_function(trace):
+    runner = GraphRunner(lambda x: x * 2)
+    runner(torch.ones(3, 2))
+    x = torch.randn(3, 2)
+    assert torch.equal(trace(runner, x), x * 2)
+
+
+def test_copies_begin_without_graphs():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.runner = GraphRunner(self.linear, buckets=[4], inputs={"input": InputSpec("batch")})
+
+        def forward(self, x):
+            return self.runner(x)
+
+    with torch.no_grad():
+        model, x = Model(), torch.randn(2, 3)
+        model(x)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model.runner)), copy.copy(model.runner)):
+            torch.testing.assert_close(twin(x), model.linear(x))
+        deep = copy.deepcopy(model)
+        deep.linear.weight.zero_()
+        torch.testing.assert_close(deep(x), deep.linear(x))
+        torch.testing.assert_close(model(x), model.linear(x))
+        assert deep.runner.stats.padded_rows == 2

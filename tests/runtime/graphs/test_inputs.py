@@ -1,5 +1,10 @@
 """How arguments get into static memory: padding, dtypes, layouts, lists on the host."""
 
+import copy
+import gc
+import weakref
+
+import numpy as np
 import pytest
 import torch
 
@@ -182,3 +187,74 @@ def test_a_list_that_is_changed_before_the_op_is_an_error():
 def test_a_list_with_axes_says_who_takes_it():
     with pytest.raises(ValueError, match=r"InputSpec.host says which argument of an op takes it"):
         GraphRunner(lambda x: torch.ones(len(x)), buckets=[2], inputs={"x": InputSpec("n")})([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [([2], [2.0]), (0.0, -0.0), ({"by": 2}, {"by": 3}), (slice(0, 2), slice(0, 3)), (np.float32(2), np.float32(3)),
+     (np.array([2.0]), np.array([3.0]))],
+    ids=repr,
+)  # fmt: skip
+def test_values_are_known_by_their_value_and_type(one, other):
+    def function(x, value):
+        if isinstance(value, slice):
+            return x[value]
+        value = value["by"] if isinstance(value, dict) else value[0] if isinstance(value, (list, np.ndarray)) else value
+        return x * (float(value) if isinstance(value, np.float32) else value)
+
+    runner, x = GraphRunner(function), torch.arange(1, 4)
+    for value in (one, other, copy.deepcopy(one), other):
+        torch.testing.assert_close(runner(x, value), function(x, value), rtol=0, atol=0)
+        assert torch.equal(torch.signbit(runner(x, value)), torch.signbit(function(x, value)))
+    assert runner.stats.captures == 2
+
+
+def test_a_number_that_is_none_equals_itself():
+    runner = GraphRunner(lambda x, value: x * value)
+    for _ in range(3):
+        assert runner(torch.ones(2), float("nan")).isnan().all()
+    assert runner.stats.captures == 1
+
+
+def test_an_array_that_changed_is_another_value():
+    runner, value = GraphRunner(lambda x, value: x * value.item()), np.ones(1)
+    runner(torch.ones(2), value)
+    value[0] = 5
+    assert torch.equal(runner(torch.ones(2), value), torch.full((2,), 5.0))
+
+
+class Factor:
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.mark.parametrize("wrap", [lambda factor: factor, lambda factor: (factor,)], ids=["itself", "in a tuple"])
+def test_objects_are_known_by_their_identity_and_kept_as_long_as_their_graph(wrap):
+    def function(x, factor):
+        return x * (factor[0] if isinstance(factor, tuple) else factor).value
+
+    runner, left = GraphRunner(function, max_graphs=2), []
+    for i in range(8):
+        factor = Factor(i)
+        left.append(weakref.ref(factor))
+        assert torch.equal(runner(torch.ones(2), wrap(factor)), torch.full((2,), float(i)))
+    del factor
+    gc.collect()
+    assert sum(factor() is not None for factor in left) == 2
+
+
+def test_arguments_go_where_the_function_has_them():
+    def function(first, second=None, *rest):
+        return (first if second is None else second) + sum(i * x for i, x in enumerate(rest, 2))
+
+    runner, xs = GraphRunner(function), [torch.randn(3) for _ in range(4)]
+    for arguments in ((xs[0],), (xs[0], None), xs[:2], xs, (xs[0], None, xs[1]), (xs[0], None, xs[2], xs[3])):
+        assert torch.equal(runner(*arguments), function(*arguments))
+    runner = GraphRunner(lambda x, **named: x + named["self"])
+    assert torch.equal(runner(xs[0], self=1), xs[0] + 1)
+
+    def by_position(x, /):
+        return x
+
+    with pytest.raises(TypeError, match="'x' is given but no parameter"):
+        GraphRunner(by_position)(x=xs[0])

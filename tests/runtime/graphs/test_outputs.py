@@ -1,12 +1,13 @@
 """What a caller keeps is never overwritten, and what it doesn't keep costs no copy."""
 
+import dataclasses
 import gc
 
 import pytest
 import torch
 from torch import nn
 
-from npu_fuse import GraphRunner, InputSpec
+from npu_fuse import CaptureError, GraphRunner, InputSpec
 
 
 def make(**settings):
@@ -111,3 +112,58 @@ def test_outputs_outlive_their_graph():
     gc.collect()
     for got, expected in kept:
         torch.testing.assert_close(got, expected)
+
+
+@torch.no_grad()
+def test_a_storage_that_a_caller_keeps_stays():
+    _, runner = make()
+    x = xs(1)[0]
+    got = runner(x)
+    expected, storage = got.clone(), got.untyped_storage()
+    del got
+    runner(x + 1)
+    assert torch.equal(torch.empty(0).set_(storage, 0, (3, 4), (4, 1)), expected)
+
+
+@torch.no_grad()
+def test_outputs_of_several_dtypes_in_one_memory_of_an_odd_size_stay():
+    def function(x):
+        y = torch.empty(7, dtype=torch.uint8).copy_(x)
+        return y[:4].view(torch.int32), y[4:]
+
+    runner = GraphRunner(function)
+    kept = [(runner(x), function(x)) for x in (torch.arange(7) + i for i in range(3))]
+    for got, expected in kept:
+        assert all(map(torch.equal, got, expected))
+
+
+@torch.no_grad()
+def test_lazily_conjugated_outputs_stay():
+    def function(x):
+        return (x * 2).conj()
+
+    runner = GraphRunner(function)
+    kept = [(runner(x), function(x)) for x in (torch.randn(3, dtype=torch.complex64) for _ in range(3))]
+    for got, expected in kept:
+        assert torch.equal(got, expected)
+
+
+@dataclasses.dataclass
+class Result:
+    hidden: torch.Tensor
+
+
+@pytest.mark.parametrize("wrap", [Result, lambda x: [{x}], lambda x: {"a": Result([x])}], ids=["object", "set", "deep"])
+@pytest.mark.parametrize("buckets", [None, [4]])
+def test_objects_that_hide_an_output_are_refused(wrap, buckets):
+    runner = GraphRunner(lambda x: wrap(x * 2), buckets=buckets, inputs={"x": InputSpec("n")})
+    with pytest.raises(CaptureError, match=r"returns a (Result|set), whose .* is a tensor \[3\] that it computed"):
+        runner(torch.ones(3))
+
+
+def test_an_object_of_the_function_is_returned_as_it_is():
+    result = Result(torch.ones(3))
+    runner = GraphRunner(lambda x: (result, result.hidden.add_(x)))
+    for i in range(3):
+        assert runner(torch.ones(3))[0] is result
+        assert torch.equal(result.hidden, torch.full((3,), i + 2.0))

@@ -227,12 +227,25 @@ def test_a_memory_passed_as_it_is_is_not_copied_and_other_memory_is_captured_ane
     assert runner.stats.recaptures == 2
 
 
+class Cache:
+    def __init__(self):
+        self.rows = torch.zeros(3)
+
+
+@torch.no_grad()
+def test_a_memory_that_two_cache_objects_had_in_common():
+    a, b = Cache(), Cache()
+    b.rows = a.rows
+    runner = GraphRunner(lambda x, cache: cache.rows + x)
+    runner(torch.ones(3), a)
+    runner(torch.ones(3), b)
+    b.rows = torch.full((3,), 2.0)
+    assert torch.equal(runner(torch.ones(3), b), torch.full((3,), 3.0))
+    assert torch.equal(runner(torch.ones(3), a), torch.full((3,), 1.0))
+
+
 @torch.no_grad()
 def test_a_cache_object_is_known_by_its_identity():
-    class Cache:
-        def __init__(self):
-            self.rows = torch.zeros(3)
-
     def function(x, cache):
         cache.rows += x
         return cache.rows * 1
