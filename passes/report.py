@@ -150,10 +150,7 @@ class Report:
             raise ValueError(f"Report.from_json: this reads version {_VERSION} of the report, and got {version!r}")
         del content["version"], content["seconds"]
         content["ops"] = Counter(content["ops"])
-        content["sites"] = [
-            Site(**{key: tuple(value) if isinstance(value, list) else value for key, value in site.items()})
-            for site in content["sites"]
-        ]
+        content["sites"] = [_site(site) for site in content["sites"]]
         return cls(**content)
 
     def to_html(self) -> str:
@@ -194,6 +191,11 @@ class Report:
         from .views.table import table
 
         return table(self)
+
+
+def _site(content: dict[str, Any]) -> Site:
+    lists: dict[str, Any] = {key: tuple(value) for key, value in content.items() if isinstance(value, list)}
+    return Site(**{**content, **lists})
 
 
 def _bytes(count: float) -> str:

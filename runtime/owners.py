@@ -106,7 +106,8 @@ def _guarded(context: TracingContext, output: Any, names: set[str]) -> Iterator[
         names: as in `nn_module_stack`.
     """
     guards = context.guards_context.dynamo_guards
-    sources = {_MODULES.sub(r".\2", guard.name): guard.originating_source for guard in guards}
+    # Guards on the state of torch have no name; nor have modules of an exported program.
+    sources = {_MODULES.sub(r".\2", guard.name): guard.originating_source for guard in guards if guard.name}
     for name in names & sources.keys():
         value = output.resolve_source_value(sources[name])
         if isinstance(value, nn.Module):

@@ -13,7 +13,17 @@ from typing import Literal, get_args
 
 from torch.torch_version import TorchVersion
 
-__all__ = ["SOCS", "Device", "Soc", "Target", "package_version", "probe_packages", "soc_of_device"]
+__all__ = [
+    "SOCS",
+    "Device",
+    "Soc",
+    "Target",
+    "installed_version",
+    "package_version",
+    "probe_errors",
+    "probe_packages",
+    "soc_of_device",
+]
 
 # "host" is a machine without an NPU, where the ops are torch's own.
 Soc = Literal["ascend910b", "ascend910_93", "ascend950", "ascend310p", "host"]
@@ -98,18 +108,29 @@ def probe_packages() -> Mapping[str, str]:
     return dict(_probe().packages)
 
 
+def probe_errors() -> Mapping[str, Exception]:
+    """What kept op packages that are installed from being imported, by import name; tries them on the first call."""
+    return dict(_probe().errors)
+
+
 def package_version(package: str) -> str:
     """The installed version of `package`, "unknown" when its metadata doesn't say."""
+    return installed_version(package) or str(getattr(sys.modules.get(package), "__version__", "unknown"))
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a distribution by its metadata, None where there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return str(getattr(sys.modules.get(package), "__version__", "unknown"))
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Findings:
     packages: Mapping[str, str]
     device_name: str | None
+    errors: Mapping[str, Exception]
 
 
 @functools.cache
@@ -132,7 +153,7 @@ def _probe() -> _Findings:
     if errors:
         first, cause = next(iter(errors.items()))
         _logger.warning("%s is installed but can't be used, so its ops are missing: %s", first, cause)
-    return _Findings(packages, device_name)
+    return _Findings(packages, device_name, errors)
 
 
 def _load(package: str) -> ModuleType | None:

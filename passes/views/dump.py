@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from torch import fx
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 
 from ..report import Report, Site
 from .code import script
@@ -25,7 +26,7 @@ class Dump:
         OSError: the folder can't be made.
     """
 
-    def __init__(self, folder: str | Path | None = None) -> None:
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = None if folder is None else _new_folder(Path(folder))
         self._count = 0
 
