@@ -90,7 +90,7 @@ def fused_call(node: fx.Node) -> FusedCall | None:
     for name in _NAMES:
         contract = CONTRACTS[name]
         if node.target is contract.op:
-            return FusedCall(node, contract, _bound(contract, node))
+            return FusedCall(node, contract, values.arguments(node))
     return None
 
 
@@ -99,12 +99,6 @@ def writes_its_result(node: fx.Node) -> bool:
     op = node.args[0] if node.target is auto_functionalized_v2 else node.target
     schema = getattr(op, "_schema", None)
     return schema is not None and schema.name in _NAMES and bool(schema.overload_name)
-
-
-def _bound(contract: OpContract, node: fx.Node) -> dict[str, Any]:
-    parameters = contract.parsed_schema.arguments
-    given = dict(zip((p.name for p in parameters), node.args, strict=False)) | dict(node.kwargs)
-    return {p.name: given.get(p.name, p.default_value if p.has_default_value() else None) for p in parameters}
 
 
 def described(call: FusedCall) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..runtime.ops import CONTRACTS
 from ..runtime.ops.attention_mask import BAND, COMPRESSED, DEFAULT_MASK, LEFT_UP_CAUSAL, RIGHT_DOWN_CAUSAL, UNLIMITED
 from . import values
 from .mask import NO_MASK, Mask, of_band
@@ -65,7 +64,7 @@ def is_fusion_attention(node: fx.Node) -> bool:
 def read(node: fx.Node) -> FusionAttention | str:
     """Reads the first result of a call; or says what else it computes than attention alone."""
     call = source(node)
-    given = _arguments(call)
+    given = values.arguments(call)
     if any(user is not node and user.users for user in call.users):
         return "its maxima and sums are used"
     if given["input_layout"] != "BNSD":
@@ -90,12 +89,6 @@ def read(node: fx.Node) -> FusionAttention | str:
     if values.dtype(mask) != torch.bool:
         return f"its mask is {values.dtype(mask)}"
     return FusionAttention(scores.plus(Addition(mask, hides=True, shape=values.shape(node))), value)
-
-
-def _arguments(call: fx.Node) -> dict[str, Any]:
-    parameters = CONTRACTS[_NAME].parsed_schema.arguments
-    given = dict(zip((p.name for p in parameters), call.args, strict=False)) | dict(call.kwargs)
-    return {p.name: given.get(p.name, p.default_value if p.has_default_value() else None) for p in parameters}
 
 
 def _band(mode: int, before: int, behind: int, surplus: Linear) -> Band:

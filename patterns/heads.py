@@ -28,7 +28,8 @@ class Heads:
         starts: the first column of each head; its others follow it.
         head_dim: how many columns a head has.
         roles: what each axis of the result is: "head", "dim" (the last), "unit" (of size one), the number of a leading
-            axis of the source, or "tokens" for all leading axes in one.
+            axis of the source, "tokens" for all leading axes in one, or "rows" for these and the heads in one. Without
+            an axis of their own, heads lie side by side in the last one.
     """
 
     starts: tuple[int, ...]
@@ -52,9 +53,25 @@ class Heads:
         return self.every(self.head_dim)
 
 
-def heads(base: fx.Node, path: Sequence[fx.Node]) -> Heads | None:
-    """Reads a path of movement from `base` as a view of heads; None where it is none, or not for all sizes the same."""
-    found = {_heads(base, path, Sizes(i)) for i in range(Sizes.COUNT)}
+    def cut(self, head_dim: int) -> Heads | None:
+        """The same columns as shorter heads that have no axis of their own; None where these don't divide them."""
+        if self.head_dim % head_dim or self.num_heads > 1:
+            return None
+        return Heads(tuple(range(self.starts[0], self.starts[0] + self.width, head_dim)), head_dim, self.roles)
+
+
+def heads(base: fx.Node, path: Sequence[fx.Node], *, in_rows: bool = False) -> Heads | None:
+    """Reads a path of movement from `base` as a view of heads.
+
+    Args:
+        base: the source.
+        path: from it up.
+        in_rows: whether tokens and heads may share an axis, a row for each head of each token.
+
+    Returns:
+        None where it is none, or not for all sizes the same.
+    """
+    found = {_heads(base, path, Sizes(i), in_rows) for i in range(Sizes.COUNT)}
     return found.pop() if len(found) == 1 else None
 
 
@@ -110,7 +127,7 @@ def _run(node: fx.Node, value: torch.Tensor, sizes: Sizes) -> Any:
         return None  # not to be strided over the source, or not with these sizes
 
 
-def _heads(base: fx.Node, path: Sequence[fx.Node], sizes: Sizes) -> Heads | None:
+def _heads(base: fx.Node, path: Sequence[fx.Node], sizes: Sizes, in_rows: bool) -> Heads | None:
     rows = _rows(base, path, sizes)
     if rows is None or not rows.view.dim():
         return None
@@ -124,9 +141,10 @@ def _heads(base: fx.Node, path: Sequence[fx.Node], sizes: Sizes) -> Heads | None
             roles.append("unit")
         elif (size, stride) in axes:
             roles.append(axes[size, stride])
-        elif "head" not in roles:
-            roles.append("head")
-            starts = [starts[0] + i * stride for i in range(size)]
+        elif "head" not in roles and "rows" not in roles:
+            joined = in_rows and stride * size == len(rows.columns) * prod(rows.leading)
+            roles.append("rows" if joined else "head")
+            starts = [starts[0] + i * stride for i in range(len(rows.columns) // stride if joined else size)]
         else:
             return None
     ends = [start + (head_dim - 1) * step for start in starts]
@@ -151,4 +169,6 @@ def _token_axes(leading: tuple[int, ...], width: int) -> dict[tuple[int, int], R
 def _complete(roles: Sequence[Role], leading: tuple[int, ...]) -> bool:
     """Whether every token is there, once."""
     tokens = [role for role in roles if role not in ("head", "unit")]
-    return tokens == ["tokens"] or sorted(map(str, tokens)) == [str(i) for i, size in enumerate(leading) if size > 1]
+    if tokens in (["tokens"], ["rows"]):
+        return True
+    return sorted(map(str, tokens)) == [str(i) for i, size in enumerate(leading) if size > 1]

@@ -149,7 +149,7 @@ def layout(base: fx.Node, path: Sequence[fx.Node], sizes: Sizes) -> Layout | Non
     return Layout(tuple(value.shape), tuple(value.stride()), int(value.storage_offset()), source_sizes)
 
 
-Role = Literal["head", "dim", "unit", "tokens"] | int
+Role = Literal["head", "dim", "unit", "tokens", "rows"] | int
 
 
 def strip_unit_axes(node: fx.Node) -> fx.Node:

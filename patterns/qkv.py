@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import fx
 
 from ..runtime.sizes import is_contiguous
-from . import qk_rope, values
+from . import called_rope, qk_rope, values
 from .canonical import Canonicaliser
 from .heads import Heads, heads
 from .linear import Linear, linear, projections_of
@@ -108,6 +108,11 @@ class _Strand:
     norm_path: tuple[fx.Node, ...]
 
     @property
+    def is_called(self) -> bool:
+        """Whether it is turned by a call that takes heads side by side, and looks its tables up itself."""
+        return "cache" in self.rope.inputs
+
+    @property
     def claimed(self) -> tuple[fx.Node, ...]:
         norm = self.norm.claimed if self.norm is not None else ()
         return tuple(sorted({*self.rope.claimed, *norm, *self.path}))
@@ -161,7 +166,7 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
     """Recognises the prologue at the later of its two rotations."""
     rope = findings.at("rope", node)
     if rope is None:
-        return None
+        return _match_called(node, c, findings)
     strand = _strand(rope, findings)
     for other in reversed(findings.of("rope")):
         if other is rope or other.params != rope.params or not qk_rope.same_rotation(rope, other, c):
@@ -171,10 +176,28 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
             return _fused(node, partner, strand, c, findings)
         if (pair := _projections(partner, strand)) is not None:
             return _separate(node, partner, strand, *pair, c, findings)
-    if strand.base.op != "placeholder" and linear(strand.base) is None:
-        message = "the rotated tensor comes from {}, not from a projection (and at most an RMSNorm after it)"
-        return Miss(KIND, node, message, (strand.base.target,), matched=1)
-    return None
+    return _no_projection(node, strand)
+
+
+def _match_called(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
+    """Likewise, where one call turns q and k."""
+    called = called_rope.read(node, c)
+    if isinstance(called, str):
+        return Miss(KIND, node, called)
+    if called is None:
+        return None
+    first, second = (_strand(rope, findings) for rope in called)
+    if first.base is second.base:
+        return _fused(node, first, second, c, findings)
+    pair = _projections(first, second)
+    return _separate(node, first, second, *pair, c, findings) if pair is not None else _no_projection(node, second)
+
+
+def _no_projection(node: fx.Node, strand: _Strand) -> Miss | None:
+    if strand.base.op == "placeholder" or linear(strand.base) is not None:
+        return None
+    message = "the rotated tensor comes from {}, not from a projection (and at most an RMSNorm after it)"
+    return Miss(KIND, node, message, (strand.base.target,), matched=1)
 
 
 def _projections(a: _Strand, b: _Strand) -> tuple[Linear, Linear] | None:
@@ -186,13 +209,16 @@ def _projections(a: _Strand, b: _Strand) -> tuple[Linear, Linear] | None:
 def _head(strand: _Strand) -> Head | str:
     """How a strand is cut into heads, or why that can't be said."""
     layout = heads(strand.base, _movement_only(strand.path))
+    if layout is not None and strand.is_called:
+        assert isinstance(strand.rope.params, Rope)
+        layout = layout.cut(strand.rope.params.head_dim)
     if layout is None:
         return "its heads are no plain cut of the projection's columns"
     if strand.norm is None:
         return Head(layout, None)
     norm = strand.norm.params
     assert isinstance(norm, RmsNorm)
-    normed = heads(strand.base, _movement_only(strand.norm_path))
+    normed = heads(strand.base, _movement_only(strand.norm_path), in_rows=True)
     whole = normed is not None and normed.width == layout.width and normed.starts[0] == layout.starts[0]
     per_head = normed is not None and normed.head_dim == layout.head_dim and {*layout.starts} <= {*normed.starts}
     if (norm.hidden_size == layout.head_dim and not per_head) or (norm.hidden_size == layout.width and not whole):
@@ -292,16 +318,13 @@ def _match(
 ) -> Match:
     a, b = strands
     assert isinstance(a.rope.params, Rope)
-    inputs["cos"], inputs["sin"] = a.rope.inputs["cos"], a.rope.inputs["sin"]
     inputs["rotated_q"], inputs["rotated_k"] = a.rope.node, b.rope.node
     for name, strand in (("q_weight", a), ("k_weight", b)):
         if strand.norm is not None and "weight" in strand.norm.inputs:
             inputs[name] = strand.norm.inputs["weight"]
     if gate is not None:
         inputs["gate"] = gate[0]
-    lookup = looked_up(inputs["cos"], inputs["sin"], a.rope.params.rope_dim, c)
-    if lookup is not None:
-        inputs.update(lookup.inputs)
+    lookup, shares_columns = _read_tables(a, inputs, c)
     together = findings.at(qk_rope.KIND, node)
     parts = tuple(m for strand in strands for m in (strand.norm, strand.rope) if m is not None)
     claimed = tuple(sorted({*a.claimed, *b.claimed}))
@@ -310,7 +333,21 @@ def _match(
         *cuts,
         a.rope.params,
         gate[1] if gate is not None else None,
-        lookup.params if lookup is not None else None,
-        all(share_columns(inputs[name], a.rope.params, c) for name in ("cos", "sin")),
+        lookup,
+        shares_columns,
     )
     return Match(KIND, node, inputs, params, claimed, parts if together is None else (*parts, together))
+
+
+def _read_tables(strand: _Strand, inputs: dict[str, fx.Node], c: Canonicaliser) -> tuple[Lookup | None, bool]:
+    """How the tables are looked up, if they are, and whether a pair shares their columns; adds them to the inputs."""
+    rope = strand.rope
+    if strand.is_called:
+        inputs.update({name: rope.inputs[name] for name in ("cache", "positions")})
+        return called_rope.looked_up(rope), True
+    assert isinstance(rope.params, Rope)
+    tables = {name: rope.inputs[name] for name in ("cos", "sin")}
+    found = looked_up(tables["cos"], tables["sin"], rope.params.rope_dim, c)
+    inputs.update(tables, **(found.inputs if found is not None else {}))
+    shares_columns = all(share_columns(table, rope.params, c) for table in tables.values())
+    return found.params if found is not None else None, shares_columns

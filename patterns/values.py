@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,6 +30,13 @@ def storages(value: object) -> frozenset[int]:
     if isinstance(found, torch.Tensor):
         return frozenset({found.untyped_storage()._cdata})
     return frozenset().union(*map(storages, found)) if isinstance(found, (list, tuple)) else frozenset()
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of a call of an op by name, defaults filled in."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]  # an OpOverload
+    given = {**dict(zip((a.name for a in schema), node.args, strict=False)), **node.kwargs}
+    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
 
 
 def shape(node: fx.Node) -> tuple[Size, ...]:

@@ -23,7 +23,7 @@ from .packing import packed_projection, projections
 from .precision import refuse_other_precision
 from .rms_norm import note_statistics, vector
 from .rope import refuse_backward
-from .tables import TokenTables
+from .tables import TokenTables, with_tables
 
 aten = torch.ops.aten
 
@@ -46,7 +46,8 @@ def lower(match: Match, edit: Edit) -> OpContract:
     leading = edit.sizes(source)[:-1]
     rows = edit.view(edit.contiguous(projection), [-1, width])
     roles = (p.q.layout.roles, p.k.layout.roles)
-    tables = TokenTables(match.inputs, p.rope, p.shares_columns, p.lookup, *roles, leading, edit)
+    inputs = match.inputs if "cos" in match.inputs else with_tables(match.inputs, edit)
+    tables = TokenTables(inputs, p.rope, p.shares_columns, p.lookup, *roles, leading, edit)
     prologue = Prologue(match, p, norm, rows, tables, edit)
     suited = {name: arguments for name, (suits, arguments) in CANDIDATES.items() if suits(p)}
     return first_legal({name: partial(prologue.become, arguments) for name, arguments in suited.items()}, edit)
@@ -298,7 +299,7 @@ def _in_layout(flat: fx.Node, layout: Heads, leading: list[int | fx.Node], edit:
     if "head" in roles:
         axes.append("head")
         sizes.append(layout.num_heads)
-    node = edit.view(flat, [*sizes, layout.head_dim])
+    node = edit.view(flat, [*sizes, layout.head_dim if "head" in roles else layout.width])
     axes.append("dim")
     node = edit.permuted(node, [axes.index(role) for role in roles if role != "unit"])
     for axis, role in enumerate(roles):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -142,6 +143,17 @@ class TokenTables:
             return edit.view(edit.contiguous(rows), [-1, *row])
 
         return edit.share(("per token", node, *roles, *wanted, width), build)
+
+
+def with_tables(inputs: Mapping[str, fx.Node], edit: Edit) -> Mapping[str, fx.Node]:
+    """The inputs of a rotation by an op that looks its tables up, and the tables: "rows", "cos", "sin", [tokens, …]."""
+    cache, positions = (edit.current(inputs[name]) for name in ("cache", "positions"))
+    rows = edit.share(
+        ("looked up", cache, positions), lambda: edit.call(aten.index_select.default, cache, 0, positions)
+    )
+    halves = edit.share(("halves", rows), lambda: edit.call(aten.chunk.default, rows, 2, -1))
+    tables = {name: edit.share((name, rows), partial(edit.item, halves, i)) for i, name in enumerate(("cos", "sin"))}
+    return {**inputs, "rows": rows, **tables}
 
 
 def _aligned_roles(table: fx.Node, roles: tuple[Role, ...], name: str) -> list[Role]:

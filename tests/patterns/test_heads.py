@@ -165,6 +165,33 @@ def test_what_is_no_cut_of_heads_is_not_read(name: str) -> None:
     assert read(WRONG[name], B, S, WIDTH) is None
 
 
+ROWS: dict[str, tuple[Cut, tuple[int, ...] | None]] = {
+    "split, reshape": (lambda x: x.split([32, 16, 16], -1)[0].reshape(-1, D), block(0, Q)),
+    "reshape, and back": (lambda x: x[..., 32:48].reshape(-1, D).view(*x.shape[:2], 16).view(-1, D), block(32, K)),
+    "all heads": (lambda x: x.view(-1, D), block(0, Q + 2 * K)),
+    "heads before tokens": (lambda x: x.view(*x.shape[:2], -1, D).transpose(1, 2).reshape(-1, D), None),
+    "all rows but one": (lambda x: x.view(-1, D)[1:], None),
+    "rows of one batch": (lambda x: x.view(x.shape[0], -1, D), None),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", ROWS)
+def test_tokens_and_heads_in_one_axis_are_rows(name: str, dynamic: bool) -> None:
+    cut, starts = ROWS[name]
+    base, path = movement(cut, B, S, WIDTH, dynamic=dynamic)
+    found = heads(base, path, in_rows=True)
+    assert found == (None if starts is None else Heads(starts, D, ("rows", "dim")))
+    assert heads(base, path) is None  # unless they are asked for
+
+
+def test_heads_side_by_side_are_cut() -> None:
+    flat = read(lambda x: x[..., 32:48], B, S, WIDTH)
+    assert flat.cut(D) == Heads(block(32, K), D, (0, 1, "dim"))
+    assert flat.cut(D - 1) is None
+    assert read(lambda x: x.view(B, S, -1, D), B, S, WIDTH).cut(D // 2) is None
+
+
 def test_a_batch_that_is_the_sequence_is_told_from_it() -> None:
     assert read(lambda x: x.transpose(0, 1).unflatten(-1, (-1, D)), 4, 4, WIDTH).roles == (1, 0, "head", "dim")
     assert read(lambda x: x.unflatten(-1, (-1, D)), 4, 4, WIDTH).roles == (0, 1, "head", "dim")
