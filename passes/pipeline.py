@@ -67,6 +67,8 @@ def prepare(module: fx.GraphModule) -> fx.GraphModule:
     prepared = preserve(module)
     tell_writes(prepared.graph)
     specialise_floats(prepared.graph)
+    for node in prepared.graph.find_nodes(op="placeholder"):
+        node.meta.pop("grapharg", None)  # holds what the model was called with; Dynamo drops its own, too
     prepared.recompile()
     return prepared
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._higher_order_ops import auto_functionalize
+from torch._ops import OpOverload
 
 from ...runtime.effects import told_by
 from ...runtime.ops import CONTRACTS
@@ -96,7 +97,9 @@ def call(node: fx.Node) -> Call | None:
         return None
     if node is not min(of.users):
         return None
-    told: Any = of.args[0]
+    told = of.args[0]
+    if not isinstance(told, OpOverload):  # a branch or a loop that writes
+        return None
     effect = told_by(told)
     name = (told if effect is None else effect.op)._schema.name
     if name not in _OPS:

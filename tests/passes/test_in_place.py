@@ -176,6 +176,27 @@ def test_symbolic_sizes(dynamic: bool) -> None:
         assert torch.equal(other, wanted)
 
 
+def test_a_branch_that_writes() -> None:
+    """It stands in the graph as a function that no op is called by."""
+
+    def model(x: Tensor, cache: Tensor, flag: Tensor) -> Tensor:
+        def write(x: Tensor, cache: Tensor) -> Tensor:
+            cache[1:].add_(x)
+            return x + 1
+
+        before = cache.sin()
+        y = torch.cond(flag, write, lambda x, cache: cache[1:] - x, (x, cache))
+        cache[:1].mul_(2)
+        return before[1:] + y
+
+    for flag in (True, False):
+        x, ours, theirs = torch.randn(3, 6), CACHE[:, 0].clone(), CACHE[:, 0].clone()
+        found = compiled(model, x, ours, torch.tensor(flag))
+        with torch.no_grad():
+            assert torch.equal(found.output, model(x, theirs, torch.tensor(flag)))
+        assert torch.equal(ours, theirs)
+
+
 def test_the_rest_of_a_state_moves_up() -> None:
     def model(state: Tensor, x: Tensor) -> Tensor:
         state[:, :-1] = state[:, 1:].clone()

@@ -292,6 +292,20 @@ class TestCompiledModel:
             model.load_state_dict(Attention().state_dict(), assign=assign)
         assert agrees(model, through)
 
+    def test_parameters_that_are_swapped(self) -> None:
+        """torch swaps only tensors that nothing refers to weakly: no graph may remember what it was compiled for."""
+        model = Attention()
+        through = torch.compile(model, backend="npu_fuse")
+        assert agrees(model, through)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model.load_state_dict(Attention().state_dict())
+            assert agrees(model, through)
+            model.double()
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        assert model.q_proj.weight.dtype == torch.float64
+
     def test_writes_of_every_kind(self) -> None:
         model = Attention()
         through = compiled(model)
