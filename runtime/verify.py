@@ -18,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..passes.rewrites import Program, Rewrite, Rewrites, SiteKey
+from .graphs.record import Recorder
 from .reproducer import Reproducers
 from .tolerance import Difference, difference, in_float64, tolerance
 
@@ -123,8 +124,9 @@ class Verified:
 
 def _can_be_verified(inputs: tuple[Any, ...]) -> bool:
     """Whether this is a call with numbers, of which nobody records the ops, as the capture of a graph does."""
-    is_watched = torch._C._len_torch_dispatch_stack() > 0
-    return not is_watched and not any(isinstance(value, FakeTensor) for value in inputs)
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    is_recorded = any(isinstance(mode, Recorder) or mode.is_infra_mode() for mode in modes)
+    return not is_recorded and not any(isinstance(value, FakeTensor) for value in inputs)
 
 
 class _Beside(fx.Interpreter):
