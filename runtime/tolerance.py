@@ -7,8 +7,9 @@ float64, tells how much of a difference is rounding.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ aten = torch.ops.aten
 _ROUNDINGS = 4
 # The model's own error is taken for rounding up to this many times the rest of the tolerance.
 _MOST_OWN = 8
+# By this part of itself a number is changed to see whether the model's result hangs on it.
+_NOISE = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,50 +76,51 @@ class Difference:
         return f"max error {self.error:.3g} {relation} tolerance {self.allowed:.3g} ({self.tolerance})"
 
 
-def tolerance(programs: Iterable[fx.GraphModule]) -> Tolerance:
-    """The tolerance of programs that compute one thing."""
-    nodes = [node for program in programs for node in program.graph.nodes]
-    dtypes = {values.dtype(node) for node in nodes if values.is_float(node)}
+def tolerance(original: fx.GraphModule, fused: fx.GraphModule) -> Tolerance:
+    """The tolerance of a program that stands for another: it may round as coarsely, and sum as much."""
+    dtypes = {values.dtype(node) for node in original.graph.nodes if values.is_float(node)}
     coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
-    return Tolerance(coarsest, max((_summed(node) for node in nodes), default=1))
+    sums = (_summed(node) for program in (original, fused) for node in program.graph.nodes)
+    return Tolerance(coarsest, max(sums, default=1))
 
 
 def difference(
-    found: torch.Tensor, wanted: torch.Tensor, exact: torch.Tensor | None, tolerance: Tolerance
+    found: torch.Tensor, wanted: torch.Tensor, exact: Sequence[torch.Tensor], tolerance: Tolerance
 ) -> Difference:
     """Compares what a fused op gives with what the model gives.
 
     Args:
         found: the op's.
         wanted: the model's, of the same shape and dtype.
-        exact: what the model's formula gives in float64, where it is known.
+        exact: what the model's formula gives in float64, as often as it was worked out.
         tolerance: of the site.
     """
-    a, b = (t.detach().cpu() for t in (found, wanted))
-    steps = 1.0 if wanted.dtype == torch.int8 else 0.0  # a quantiser's, which may round to either side
-    if b.is_complex():
-        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-        exact = None if exact is None else torch.view_as_real(exact.resolve_conj())
-    a, b = a.double(), b.double()
+    a, b, *exact = (_numbers(tensor) for tensor in (found, wanted, *exact))
     if not b.numel():
         return Difference(0.0, 0.0, tolerance)
-    is_float = wanted.dtype.is_floating_point or wanted.dtype.is_complex
-    allowed = torch.full_like(b, steps)
-    if is_float:
-        finite = b.abs().nan_to_num(0.0, 0.0, 0.0)
-        scale = finite.amax(-1, keepdim=True) if b.dim() else finite
-        allowed = (tolerance.relative * scale).expand_as(b).clone()
     error = _distance(a, b)
-    if exact is not None:
-        own = _distance(b, exact.detach().cpu().double())
-        if is_float:
-            in_row = own.where(own.isfinite(), 0.0)
-            in_row = in_row.amax(-1, keepdim=True) if b.dim() else in_row
-            own = torch.maximum(own.where(own.isinf(), 0.0), in_row.minimum(_MOST_OWN * allowed))
-            error = torch.minimum(error, _distance(a, exact.detach().cpu().double()))
-        allowed = allowed + 2 * own
+    own = functools.reduce(torch.maximum, (_distance(b, of) for of in exact), torch.zeros_like(b))
+    if wanted.dtype.is_floating_point or wanted.dtype.is_complex:
+        allowed = (tolerance.relative * _in_row(b.abs().nan_to_num(0.0, 0.0, 0.0))).expand_as(b)
+        error = functools.reduce(torch.minimum, (_distance(a, of) for of in exact), error)
+        rounding = _in_row(own.where(own.isfinite(), 0.0)).minimum(_MOST_OWN * allowed)
+        allowed = allowed + 2 * torch.maximum(rounding, own.where(own.isinf(), 0.0))
+    else:
+        steps = 1.0 if wanted.dtype == torch.int8 else 0.0  # a quantiser's, which may round to either side
+        # A choice between equals, such as of two experts, may fall either way.
+        allowed = torch.full_like(b, steps).masked_fill((_in_row(own) > steps).expand_as(b), math.inf)
     worst = torch.argmax((error - allowed).nan_to_num(0.0).flatten())  # of two infinite ones neither is an error
     return Difference(float(error.flatten()[worst]), float(allowed.flatten()[worst]), tolerance)
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    held = tensor.detach().cpu()
+    return (torch.view_as_real(held.resolve_conj()) if held.is_complex() else held).double()
+
+
+def _in_row(numbers: torch.Tensor) -> torch.Tensor:
+    """The largest in each row."""
+    return numbers.amax(-1, keepdim=True) if numbers.dim() else numbers
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -171,13 +175,17 @@ class InFloat64(fx.Interpreter):
         return _wide(super().get_attr(target, args, kwargs))
 
 
-def in_float64(program: fx.GraphModule, inputs: Sequence[Any]) -> list[Any] | None:
-    """What a program gives in float64; None where one of its ops has no such form."""
+def in_float64(program: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """What a program gives in float64, by result; nothing where one of its ops has no such form.
+
+    It is run twice, on inputs that differ by far less than they are rounded: where that changes a result, such as a
+    choice between two numbers that are equal, the model doesn't settle it.
+    """
     try:
-        results = InFloat64(program).run(*map(_wide, inputs))
+        runs = [InFloat64(program).run(*(_wide(value, sign) for value in inputs)) for sign in (1, -1)]
     except Exception:  # whatever an op says: it is not to be had, and nothing is wrong
-        return None
-    return list(results)
+        return [() for _ in program.graph.output_node().args[0]]  # type: ignore[union-attr]  # a tuple
+    return list(zip(*runs, strict=True))
 
 
 _WIDE = {torch.bfloat16: torch.float64, torch.float16: torch.float64, torch.float32: torch.float64}
@@ -190,7 +198,11 @@ def _widened(argument: Any) -> Any:
     return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
 
-def _wide(value: Any) -> Any:
+def _wide(value: Any, sign: int = 0) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return value.detach().cpu().to(_WIDE.get(value.dtype, value.dtype))
+    wide = value.detach().cpu().to(_WIDE.get(value.dtype, value.dtype))
+    if not sign or not wide.is_floating_point():
+        return wide
+    noise = torch.rand(wide.shape, dtype=wide.dtype, generator=torch.Generator().manual_seed(0))
+    return wide * (1 + sign * _NOISE * noise)

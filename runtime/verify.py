@@ -164,13 +164,12 @@ def _verdict(rewrite: Rewrite, original: Program, values: Mapping[fx.Node, Any])
         found = rewrite.fused(*(values[node] for node in rewrite.inputs))
     except Exception as error:
         return Verdict(rewrite, original, None, error, read)
-    allowed = tolerance((rewrite.fused, original.module))
+    allowed = tolerance(original.module, rewrite.fused)
     wanted = [values[node] for node in rewrite.outputs]
-    worst = _worst([difference(a, b, None, allowed) for a, b in zip(found, wanted, strict=True)])
+    worst = _worst([difference(*of, (), allowed) for of in zip(found, wanted, strict=True)])
     if not worst.is_rounding:
         exact = in_float64(original.module, [values[node] for node in original.inputs])
-        if exact is not None:
-            worst = _worst([difference(*of, allowed) for of in zip(found, wanted, exact, strict=True)])
+        worst = _worst([difference(*of, allowed) for of in zip(found, wanted, exact, strict=True)])
     return Verdict(rewrite, original, worst, None, {} if worst.is_rounding else read)
 
 
