@@ -35,6 +35,8 @@ aten = torch.ops.aten
 
 # Why a function of a buffer is no write into it: nothing to report.
 _NOT_ITS_OWN = "the buffer keeps its old value"
+# Functions of (base, part, …) that copy the part, however it is laid out.
+_COPIERS = frozenset({*PUTS, aten.copy_.default})
 _VIEWS_OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
 
 
@@ -276,7 +278,7 @@ def _may_lie(result: object, base: object) -> bool:
     if new.dtype != old.dtype or new.device != old.device or not known_same_shape(new.shape, old.shape):
         return False
     assert isinstance(result, fx.Node)
-    is_seen = any(user.target not in PUTS or user.args[1] is not result for user in result.users)
+    is_seen = any(user.target not in _COPIERS or user.args[1] is not result for user in result.users)
     return not is_seen or same_layout(new, old)
 
 

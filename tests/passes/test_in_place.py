@@ -114,6 +114,18 @@ def test_a_write_of_rows_copies_no_cache(model: Callable[..., Tensor], op: str) 
     assert "test_in_place.py" in site.source
 
 
+def test_only_the_cache_sees_how_a_new_value_is_laid_out() -> None:
+    """torch's function of index_copy_ gives contiguous tensors, whatever it is given."""
+
+    def model(cache: Tensor, at: Tensor, row: Tensor) -> Tensor:
+        cache.index_copy_(0, at, row)
+        return row.sin()
+
+    cache = CACHE.transpose(1, 2).contiguous().transpose(1, 2)
+    found = check(model, cache, AT, ROW)
+    assert ops(found) == ["index_copy_", "sin"]
+
+
 def test_it_can_be_turned_off() -> None:
     found = compiled(_index_copy, CACHE.clone(), AT, ROW, disable={"in_place"})
     assert ops(found) == ["index_copy", "sin", "copy_"]
