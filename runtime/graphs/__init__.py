@@ -7,7 +7,8 @@ record.py      what a run touches and writes, and what no replay could repeat
 capture.py     the interface of capture backends;  host.py, device.py: those there are;  host_lists.py: host values
 padding.py     whether rows may be padded, and what of the outputs is padding
 outputs.py     what is handed out, and what a caller keeps
-watch.py       memory that moved;  poison.py: memory that must not be read;  stats.py: counters
+watch.py       memory that moved;  reach.py: what can be reached from a callable;  versions.py: dicts that were written
+poison.py      memory that must not be read;  stats.py: counters
 replayed.py    a graph of torch.compile's behind a runner;  numbers.py: what it counts on the host
 """
 

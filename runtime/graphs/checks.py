@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from .capture import CaptureBackend, Captured
 from .errors import CaptureError
+from .reach import reachable
 from .record import Place, Trace, place, storage_key
 from .spec import Shapes
-from .watch import reachable
 
 
 def check_arguments(shapes: Shapes, arguments: Mapping[str, Any], device: torch.device) -> None:
@@ -54,7 +54,7 @@ def refuse_escapes(roots: Sequence[Any], captured: Captured) -> None:
     """
     alive = {key for key, storage in captured.trace.made.items() if not storage.expired()}  # type: ignore[no-untyped-call]
     for root in roots:
-        for path, tensor in reachable(root, alive):
+        for path, tensor in reachable([root], alive):
             raise CaptureError(
                 f"the function keeps a tensor {list(tensor.shape)} that it computed, as {type(root).__name__}{path}; a "
                 "replay would not set it again: return it, or copy_ it into a tensor that is there before the call"
@@ -87,7 +87,7 @@ def refuse_changes(
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.Tensor):
             continue
-        for path, tensor in reachable(leaf, made):
+        for path, tensor in reachable([leaf], made):
             raise CaptureError(
                 f"the function returns a {type(leaf).__name__}, whose {path} is a tensor {list(tensor.shape)} that it "
                 "computed, and each replay would return the same object: return tensors in tuples, lists and dicts, or "

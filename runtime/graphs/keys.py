@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,8 +75,7 @@ def identified(value: Any) -> Iterator[Any]:
         yield value
 
 
-def surroundings(function: Callable[..., Any], device: torch.device) -> Hashable:
-    """What the function's result depends on beside its arguments."""
-    kind = device.type
+def surroundings(kind: str) -> Hashable:
+    """What a function's result depends on beside its arguments, on a kind of device."""
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return torch.is_inference_mode_enabled(), getattr(function, "training", None), autocast
+    return torch.is_inference_mode_enabled(), autocast

@@ -155,7 +155,7 @@ class GraphRunner:
             self._enter(memory, thread)
         if memory.watch.moved():
             memory.drop_all()
-        key = plan_key(self._shapes, arguments, surroundings(self._function, memory.device))
+        key = plan_key(self._shapes, arguments, surroundings(memory.device.type))
         plan = memory.plans.get(key)
         if plan is None or (plan.entry is not None and plan.entry.dropped):
             plan = self._plan(memory, arguments)
@@ -222,7 +222,7 @@ class GraphRunner:
             self._warn(f"a call of sizes {sizes} is larger than the largest bucket; it runs without a graph, as will "
                        "others: stats.eager counts them", about="larger")  # fmt: skip
             return Plan()
-        variant = graph_variant(self._shapes, arguments, surroundings(self._function, memory.device))
+        variant = graph_variant(self._shapes, arguments, surroundings(memory.device.type))
         trims, unpadded = None, False
         if bucket != sizes:
             if variant not in memory.unpadded:

@@ -2,37 +2,32 @@
 
 A graph knows addresses, a model knows names. Three things make them differ: a tensor gets other memory (`p.data = new`,
 `module.to()`), a name gets another tensor (`load_state_dict(assign=True)`, `module.weight = new`), a container another
-module or cache. None of them leaves a mark that could be asked for once (`p.data = new` doesn't even bump the version
-counter; a weak reference to the old memory tells nothing while somebody keeps it as a backup), so on each replay every
-name and every address is compared. That is linear in the number of tensors, about 0.1 us each: dicts of modules are
-compared as wholes, which stops at identity for each entry, and addresses are asked for without a line of Python in
-between. (torch_npu's own comparison of addresses, for its graph trees, was tried and takes as long.)
+module or cache. So on each replay every name and every address on the ways to a graph's memory is compared.
 
-Not noticed: other shapes or strides over the very same memory, a number or a branch in the model's Python that changed,
-and tensors that can't be reached from the callable through attributes, containers, closures and its own globals.
+Names are cheap: most are in dicts, and that none of those was written to is one question (`versions.py`). Addresses
+are not, about 0.06 us each, as `p.data = new` leaves no mark that could be asked for once: it doesn't bump the version
+counter; a weak reference to the old memory tells nothing while somebody keeps it as a backup; and nothing in torch
+compares many addresses in one call on every device (torch_npu's own, for its graph trees, takes as long).
+
+Not noticed: other shapes or strides over the very same memory, a number or a branch in the model's Python that changed
+(but for train() and eval()), what was added to a dict, and tensors that can't be reached from the callable through
+attributes, containers, closures and the globals and class attributes that its code names.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
-import sys
-import types
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
+from .reach import Reach
 from .record import storage_key
+from .versions import Versions
 
-_SILENT = ("cell_contents", "__self__", "__func__", "forward")
-_TABLES = ("_parameters", "_buffers", "_modules")
-# Whose objects hold no tensors of a model in attributes: loggers, locks, dispatchers.
-_OPAQUE = (sys.stdlib_module_names - {"types"}) | {"torch"}
 _address = torch.Tensor.const_data_ptr  # type: ignore[attr-defined]  # (not in the stub) data_ptr makes a lazy copy real
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device)
 
 
 class Watch:
@@ -44,9 +39,10 @@ class Watch:
         self._forget()
 
     def _forget(self) -> None:
-        self._tables: list[Any] = []
-        self._were: list[Any] = []
-        self._items: list[tuple[Any, Any, Any]] = []
+        self._tables: list[_Table] = []
+        self._versions = Versions([])
+        self._entries: list[tuple[Any, Any, Any]] = []
+        self._lengths: list[tuple[Any, int]] = []
         self._attributes: list[tuple[Any, str, Any]] = []
         self._tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -66,10 +62,27 @@ class Watch:
         """Looks for the storages anew, and from these objects alone."""
         self._forget()
         self._roots = list(map(id, roots))
-        search = _Search(self, self._keys)
-        for root in roots:
-            search.visit(root)
+        reach = Reach(roots, self._keys)
+        self._tensors = reach.tensors
         self._addresses = list(map(_address, self._tensors))
+        tables: dict[int, _Table] = {}
+        lists: dict[int, list[Any] | deque[Any]] = {}
+        for step in reach.steps():
+            if step.kind == "attribute":
+                self._attributes.append((step.holder, step.key, step.child))
+            elif step.kind == "module":  # one without tensors counts too, such as an activation
+                tables[id(step.holder)] = _Table(step.holder, dict(step.holder), len(step.holder))
+            elif type(step.holder) is dict:
+                tables.setdefault(id(step.holder), _Table(step.holder, {})).entries[step.key] = step.child
+            elif step.kind == "entry":
+                self._entries.append((step.holder, step.key, step.child))
+                if isinstance(step.holder, (list, deque)):
+                    lists[id(step.holder)] = step.holder
+        for module in reach.modules:
+            table = tables.setdefault(id(module.__dict__), _Table(module.__dict__, {}))
+            table.entries["training"] = module.training
+        self._lengths = [(values, len(values)) for values in lists.values()]
+        self._look_at(tables.values())
 
     def watched(self) -> set[int]:
         """The storages that were found."""
@@ -84,135 +97,48 @@ class Watch:
     def moved(self) -> bool:
         """Whether anything is not what and where it was."""
         try:
-            if self._tables != self._were:
+            if not self._versions.hold() and self._replaced():
                 return True
-            for container, key, value in self._items:
+            for container, key, value in self._entries:
                 if container[key] is not value:
+                    return True
+            for values, length in self._lengths:
+                if len(values) != length:
                     return True
             for holder, name, value in self._attributes:
                 if getattr(holder, name) is not value:
                     return True
-        except (
-            Exception
-        ):  # a name is gone; or another tensor was compared with the one before, which has no truth value
+        except (LookupError, AttributeError, ValueError):  # a name is gone
             return True
         return list(map(_address, self._tensors)) != self._addresses
 
+    def _replaced(self) -> bool:
+        """Whether a write to a dict replaced what leads to a tensor."""
+        if not all(table.is_as_it_was() for table in self._tables):
+            return True
+        kept = []
+        for table, written in zip(self._tables, self._versions.written(), strict=True):
+            if written:  # it may be on every call: from now on by its entries
+                self._entries.extend((table.names, key, value) for key, value in table.entries.items())
+            else:
+                kept.append(table)
+        self._look_at(kept)
+        return False
 
-class _Search:
-    """Walks from the callable to the tensors in question, and notes each step of the ways that lead to one."""
+    def _look_at(self, tables: Iterable[_Table]) -> None:
+        self._tables = list(tables)
+        self._versions = Versions([table.names for table in self._tables])
 
-    def __init__(self, watch: Watch, keys: Collection[int]) -> None:
-        self._watch, self._keys = watch, keys
-        self._leads: dict[int, bool] = {}
-        self._alive: list[Any] = []  # ids stay unique
 
-    def visit(self, value: Any) -> bool:
-        if isinstance(value, _LEAVES):
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A dict, what has to be in it, and how much if that is all."""
+
+    names: dict[Any, Any]
+    entries: dict[Any, Any]
+    length: int | None = None
+
+    def is_as_it_was(self) -> bool:
+        if self.length is not None and len(self.names) != self.length:
             return False
-        if id(value) in self._leads:
-            return self._leads[id(value)]
-        self._leads[id(value)] = False  # a cycle leads nowhere by itself
-        self._alive.append(value)
-        if isinstance(value, torch.Tensor):
-            leads = _has_storage(value) and storage_key(value) in self._keys
-            if leads:
-                self._watch._tensors.append(value)
-        else:
-            leads = False
-            tables: dict[int, Any] = {}
-            for kind, holder, key, child in _steps(value):
-                if self.visit(child):
-                    leads = True
-                    # Two tensors of one number each are compared by it, not by identity.
-                    if kind == "entry" and not (isinstance(child, torch.Tensor) and child.numel() == 1):
-                        tables[id(holder)] = holder
-                    elif kind in ("entry", "item"):
-                        self._watch._items.append((holder, key, child))
-                    elif kind == "attribute":
-                        self._watch._attributes.append((holder, key, child))
-            self._watch._tables.extend(tables.values())
-            self._watch._were.extend(map(copy.copy, tables.values()))
-        self._leads[id(value)] = leads
-        return leads
-
-
-def reachable(root: Any, keys: Collection[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in these storages that are reachable from an object, with the way to each."""
-    seen: set[int] = set()
-    alive: list[Any] = []
-
-    def walk(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-        if isinstance(value, _LEAVES) or id(value) in seen:
-            return
-        seen.add(id(value))
-        alive.append(value)
-        if isinstance(value, torch.Tensor):
-            if _has_storage(value) and storage_key(value) in keys:
-                yield path, value
-            return
-        for _, holder, key, child in _steps(value):
-            step = "" if key in _SILENT else f"[{key!r}]" if holder is value else f".{key}"
-            yield from walk(child, path + step)
-
-    yield from walk(root, "")
-
-
-def _steps(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """The ways from an object to others: kind, holder, key, child.
-
-    An "entry" is one of a dict or list that holds nothing else, and can be compared as a whole; an "item" is one of
-    others, an "attribute" is asked for by its name, and what is "fixed" can't change.
-    """
-    if isinstance(value, dict):
-        yield from (("item", value, key, child) for key, child in list(value.items()))
-    elif isinstance(value, (list, tuple)):
-        kind = "entry" if all(isinstance(child, torch.Tensor) for child in value) else "item"
-        yield from ((kind, value, i, child) for i, child in enumerate(value))
-    elif isinstance(value, (set, frozenset)):
-        yield from (("fixed", value, "member", child) for child in value)
-    elif isinstance(value, types.MethodType):
-        yield "fixed", value, "__self__", value.__self__
-        yield "fixed", value, "__func__", value.__func__
-    elif isinstance(value, functools.partial):
-        yield "fixed", value, "func", value.func
-        yield "fixed", value, "args", value.args
-        yield "fixed", value, "keywords", value.keywords
-    elif hasattr(value, "_torchdynamo_orig_callable"):
-        yield "fixed", value, "_torchdynamo_orig_callable", value._torchdynamo_orig_callable
-    elif isinstance(value, types.FunctionType):
-        yield from _steps_of_function(value)
-    elif isinstance(value, nn.Module):
-        for table in (value.__dict__[name] for name in _TABLES):
-            yield from (("entry", table, key, child) for key, child in list(table.items()))
-        attributes = value.__dict__
-        yield from (("item", attributes, name, child) for name, child in attributes.items() if name not in _TABLES)
-        yield "fixed", value, "forward", type(value).forward
-    elif type(value).__module__.partition(".")[0] not in _OPAQUE and not type(value).__module__.startswith(__package__):
-        attributes = getattr(value, "__dict__", {})
-        yield from (("item", attributes, name, child) for name, child in list(attributes.items()))
-        for slot in _slots(type(value)):
-            if hasattr(value, slot):
-                yield "attribute", value, slot, getattr(value, slot)
-
-
-def _steps_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any, Any, Any]]:
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a name that is not bound yet
-            yield "attribute", cell, "cell_contents", cell.cell_contents
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield "item", function.__globals__, name, function.__globals__[name]
-    yield "fixed", function, "__defaults__", function.__defaults__
-    yield "fixed", function, "__kwdefaults__", function.__kwdefaults__
-    yield "fixed", function, "__wrapped__", getattr(function, "__wrapped__", None)
-
-
-def _slots(kind: type) -> Iterator[str]:
-    for base in kind.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        return all(self.names[key] is value for key, value in self.entries.items())
