@@ -8,6 +8,7 @@ from ..patterns import qkv, values
 from ..patterns.match import Findings, Match, Miss
 from ..runtime.options import Options
 from .lowering import Lowering
+from .ranges import SITE
 from .report import Site
 from .rewriter import Refused, Rewriter
 from .views.code import lines
@@ -64,6 +65,8 @@ def fuse(
                     _lowered(site, contract.name, edit.notes)
                     if edit.rewrite is not None:
                         edit.rewrite.site = site
+                    for node in edit.created:
+                        node.meta[SITE] = f"{kind}: {site.module}"
                     if options.keep_lines:
                         site.after = lines(sorted(node for node in edit.created if rewriter.is_alive(node)))
                     for part in match.parts:

@@ -28,6 +28,7 @@ from .in_place import put_back
 from .launches import count_bytes, count_launches
 from .lowering import LOWERINGS, Lowering
 from .preserve import preserve, restore
+from .ranges import add_ranges
 from .report import Report, Site
 from .rewriter import Rewriter
 from .rewrites import Rewrites
@@ -146,6 +147,9 @@ def optimise(
     ops = {contract.op: contract.name for contract in (*CONTRACTS.values(), *on_host)}
     report.ops = Counter(ops[node.target] for node in module.graph.nodes if node.target in ops)
     report.launches_after, report.bytes_after = count_launches(module.graph), count_bytes(module.graph)
+    if options.profile_ranges:
+        add_ranges(module.graph, ops.keys())
+        module.recompile()
     return report, rewriter.rewrites
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from ..patterns import values
 from ..patterns.movement import Sizes
@@ -279,6 +280,7 @@ class Edit:
         self._created.append(node)
         node.meta.update({key: value for key, value in self._origin.meta.items() if key in _ORIGIN})
         node.meta["npu_fuse"] = self._origin.name
+        node.meta["from_node"] = [NodeSource(self._origin, "npu_fuse", NodeSourceAction.REPLACE)]
         node.meta["val"] = self.rewriter.fake(shaped_as or function, args, kwargs)
         self.rewriter.regions[node] = self._region
         return node

@@ -44,6 +44,7 @@ class Options:
         keep_graphs: keep each graph in `Backend.graphs`, and each site's lines in the report, to be looked at.
         dump: a folder to write each graph to: after each pass as a Python file that runs alone, and its report as text,
             JSON and a page, with a file for each site. By default what the environment variable NPU_FUSE_DUMP says.
+        profile_ranges: run each fused op within a range of torch's profiler that bears the name of its site.
         target: the machine to compile for; by default the one this process runs on.
 
     Raises:
@@ -60,6 +61,7 @@ class Options:
     graphs: Mapping[str, Any] | None = None
     keep_graphs: bool = False
     dump: str | os.PathLike[str] | None = field(default_factory=lambda: os.environ.get("NPU_FUSE_DUMP") or None)
+    profile_ranges: bool = False
     target: Target | None = None
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from torch import fx
 
 from ..passes.preserve import restore
 from ..passes.rewrites import Program, Rewrite
-from ..passes.views.code import imports, script
+from ..passes.views.code import imports, write
 from ..passes.withheld import Part
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Reproducers:
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))
         restore(graph)
-        (folder / "graph.py").write_text(script(fx.GraphModule(module, graph), "The graph."), encoding="utf-8")
+        write(folder / "graph.py", fx.GraphModule(module, graph), "The graph.")
         (folder / "traceback.txt").write_text(traceback, encoding="utf-8")
         placeholders = module.graph.find_nodes(op="placeholder")
         is_dynamic = any(isinstance(node.meta.get("val"), torch.SymInt) for node in placeholders)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx
 
 from ...patterns import values
 from ...runtime.sizes import number_of
+from ..preserve import restore
 
 _SHORT = {
     torch.float32: "f32",
@@ -39,14 +41,14 @@ def line(node: fx.Node) -> str:
     args += [f"{name}={_shown(value)}" for name, value in node.kwargs.items()]
     called = str(node.target)
     if node.op == "placeholder":
-        return f"{node.name}: {kind_of(node.meta.get('val'))}"
+        return f"{node.name}: {kind_of(value_of(node))}"
     if node.op == "get_attr":
-        return f"{node.name}: {kind_of(node.meta.get('val'))} = self.{called}"
+        return f"{node.name}: {kind_of(value_of(node))} = self.{called}"
     if node.op == "output":
         return f"return {', '.join(args)}"
     if not isinstance(node.target, str) and not hasattr(node.target, "_schema"):
         called = getattr(node.target, "__name__", called)
-    return f"{node.name}: {kind_of(node.meta.get('val'))} = {called}({', '.join(args)})"
+    return f"{node.name}: {kind_of(value_of(node))} = {called}({', '.join(args)})"
 
 
 def value_of(node: fx.Node) -> Any:
@@ -88,15 +90,18 @@ _ASSIGNED = re.compile(r"\s+(\w+) = ")
 def script(module: fx.GraphModule, title: str) -> str:
     """A graph as a Python file: each node under the module and the line that wrote it, and inputs to run it with.
 
-    Sizes that are symbolic get the values that they had when the graph was compiled. Tensors that the graph holds are
-    drawn at random, as its inputs are: the file shows what is computed, and runs it, on numbers of its own.
+    Sizes that are symbolic get the values that they had when the graph was compiled. Inputs are drawn at random.
+    Tensors that the graph holds are read from a file beside it, as `write` puts it there.
 
     Args:
         module: a graph of AOTAutograd's or of Dynamo's, with fake values.
         title: the first line of the file.
     """
-    code = module.graph.python_code("self")
-    nodes = {node.name: node for node in module.graph.nodes}
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    restore(graph)  # what is kept whole for recognition has no kernel of its own
+    code = graph.python_code("self")
+    nodes = {node.name: node for node in graph.nodes}
     body: list[str] = []
     written = None
     for text in code.src.strip().split("\n"):
@@ -108,13 +113,14 @@ def script(module: fx.GraphModule, title: str) -> str:
                 body.append(f"        # {origin}")
                 written = origin
         body.append(f"    {text}" if text else "")
-    held = module.graph.find_nodes(op="get_attr")
-    placeholders = module.graph.find_nodes(op="placeholder")
-    attributes = [f"        self.{n.target} = {_made(n.meta.get('val'))}" for n in held]
+    own, placeholders = graph.find_nodes(op="get_attr"), graph.find_nodes(op="placeholder")
+    attributes = dict.fromkeys(f"        self.{node.target} = HELD[{str(node.target)!r}]" for node in own)
+    load = "HELD = torch.load(pathlib.Path(__file__).with_suffix('.pt'), weights_only=True)"
     return "\n".join(
         [
             f'"""{title}"""',
             "",
+            *(["import pathlib"] if own else []),
             *imports(code.src, code.globals),
             "",
             "from npu_fuse.runtime.effects import register_known",
@@ -123,19 +129,20 @@ def script(module: fx.GraphModule, title: str) -> str:
             "",
             "register(Target.detect())",
             "register_known()",
+            *([load] if own else []),
             "",
             "",
             "class Graph(torch.nn.Module):",
             "    def __init__(self):",
             "        super().__init__()",
-            *dict.fromkeys(attributes),
+            *attributes,
             "",
             *body,
             "",
             "",
             "def inputs():",
             "    return [",
-            *(f"        {_made(node.meta.get('val'))},  # {node.name}" for node in placeholders),
+            *(f"        {_made(value_of(node))},  # {node.name}" for node in placeholders),
             "    ]",
             "",
             "",
@@ -146,6 +153,28 @@ def script(module: fx.GraphModule, title: str) -> str:
             "",
         ]
     )
+
+
+def write(path: Path, module: fx.GraphModule, title: str) -> None:
+    """Writes a graph as a file that runs alone, and what tensors it holds beside it, in a file that ends in `.pt`.
+
+    Raises:
+        OSError: a file can't be written.
+    """
+    path.write_text(script(module, title), encoding="utf-8")
+    tensors = _held(module)
+    if tensors:
+        torch.save(tensors, path.with_suffix(".pt"))
+
+
+def _held(module: fx.GraphModule) -> dict[str, torch.Tensor]:
+    found = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        value: Any = module
+        for name in str(node.target).split("."):
+            value = getattr(value, name)
+        found[str(node.target)] = value
+    return found
 
 
 def imports(source: str, names: dict[str, Any]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from torch import fx
 from torch._logging._internal import trace_structured
 
 from ..report import Report, Site
-from .code import script
+from .code import script, write
 
 
 class Dump:
@@ -36,7 +36,7 @@ class Dump:
         title = f"The graph after {name!r}."
         _trace(f"npu_fuse_{number}_{name}", "string", lambda: script(module, title))
         if self.folder is not None:
-            _write(self.folder / f"{number}_{name}.py", script(module, title))
+            write(self.folder / f"{number}_{name}.py", module, title)
 
     def report(self, report: Report) -> None:
         """Writes the report in all its forms, and a file for each site."""

@@ -80,7 +80,7 @@ def findings() -> Iterator[Finding]:
             "wrong",
             "torch_npu",
             f"{torch_npu} is installed and can't be imported: {_first_line(errors['torch_npu'])}. Install CANN and"
-            " source its set_env.sh; without it, set TORCH_DEVICE_BACKEND_AUTOLOAD=0, or torch itself can't be imported",
+            " source its set_env.sh; or set TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch itself can't be imported without",
         )
     else:
         yield _package("torch_npu")

@@ -63,8 +63,9 @@ def test_models_of_transformers_are_built_without_weights(tmp_path: Path, capsys
 
 
 def test_a_folder_with_a_config(tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16}
-    config = {"model_type": "llama", "vocab_size": 32, "num_key_value_heads": 2, **sizes}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 32}
+    config = {"model_type": "llama", **sizes, **heads}
     (tmp_path / "config.json").write_text(json.dumps(config))
     report = tmp_path / "report.json"
     assert main(["explain", str(tmp_path), "--phase", "prefill", "--disable", "glu", "--json", str(report)]) == OK
@@ -100,7 +101,8 @@ def test_diff_says_what_changed(model: Path, tmp_path: Path, capsys: pytest.Capt
 def test_ops_tells_of_each_op_its_contract(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ops"]) == OK
     assert main(["ops", "npu_rms_norm"]) == OK
-    assert "npu_rms_norm(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "npu_rms_norm(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)" in text
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ def test_nothing_installed(tmp_path: Path) -> None:
 
 
 def test_a_broken_torch_npu_with_which_torch_itself_could_not_be_imported(tmp_path: Path) -> None:
-    code, text = doctor(tmp_path, torch_npu=("2.13.0", "raise ImportError('libhccl.so: cannot open shared object file')"))
+    broken = "raise ImportError('libhccl.so: cannot open shared object file')"
+    code, text = doctor(tmp_path, torch_npu=("2.13.0", broken))
     assert code == 1
     assert "│wrong│" in row(text, "torch_npu").replace(" ", "")
     assert "libhccl.so: cannot open shared object file" in row(text, "torch_npu")
