@@ -142,12 +142,12 @@ class Rewriter:
 
     @contextlib.contextmanager
     def edit(self, origin: fx.Node, claimed: Sequence[fx.Node]) -> Iterator[Edit]:
-        """One rewrite. Committed when the block ends; undone when it raises."""
+        """One rewrite. Committed when the block ends, undone when it is refused; else the graph is not to be used."""
         edit = Edit(self, origin, claimed)
         try:
             yield edit
             edit.commit()
-        except BaseException:
+        except Refused:
             edit.roll_back()
             raise
 
