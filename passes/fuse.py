@@ -60,7 +60,7 @@ def fuse(
                     with rewriter.edit(match.node, match.claimed) as edit:
                         contract = lower(match, edit)
                 except Refused as refusal:
-                    site.status, site.reason = "refused", str(refusal)
+                    site.status, site.reason, site.is_lacking = "refused", str(refusal), refusal.is_lacking
                 else:
                     _lowered(site, contract.name, edit.notes)
                     if edit.rewrite is not None:

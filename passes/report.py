@@ -32,6 +32,7 @@ class Site:
         change: what is computed that the model's own graph doesn't say, and on whose word.
         before: with `Options.keep_graphs`, the nodes that spell it, a line each.
         after: likewise, what stands for them.
+        is_lacking: whether it was refused because the machine has no op for any such site.
         verified: with `Options.verify`, how far it was from the model when it was last compared.
     """
 
@@ -46,6 +47,7 @@ class Site:
     change: str | None = None
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    is_lacking: bool = False
     verified: str | None = None
 
 

@@ -19,7 +19,7 @@ from ..patterns import values
 from ..patterns.movement import Sizes
 from ..patterns.preserved import original
 from ..runtime.effects import declared_writes
-from ..runtime.ops.contract import OpContract
+from ..runtime.ops.contract import Lacking, OpContract
 from ..runtime.options import Numerics
 from ..runtime.sizes import Size, is_contiguous, known_equal, static_int
 from ..runtime.target import Target
@@ -34,6 +34,11 @@ _ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
 class Refused(Exception):  # noqa: N818  # a refusal is no error
     """A site that may not be rewritten; its text is the reason that the report gives."""
+
+    @property
+    def is_lacking(self) -> bool:
+        """Whether it is the machine that has no op for any such site."""
+        return bool(self.args) and isinstance(self.args[0], Lacking)
 
 
 class Rewriter:

@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, tracing
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..passes.expectation import ExpectationError, lacking, unmet
 from ..passes.pipeline import Flow, leave, optimise, prepare
 from ..passes.report import Report
 from ..passes.rewrites import Rewrites, SiteKey
@@ -86,6 +87,7 @@ class Backend:
         self.reports: list[Report] = []
         self.graphs: list[tuple[fx.GraphModule, fx.GraphModule]] = []
         self.runners: list[Replayed] = []
+        self._lacking: set[str] = set()
 
     def __deepcopy__(self, memo: Mapping[int, object]) -> Backend:
         """Itself: transformers copies each `CompileConfig`, and nobody would see the reports of a copy."""
@@ -155,12 +157,31 @@ class Backend:
             compilation.rewrites = None
             leave(module)
             return module
+        is_new = compilation.place is None
         self._keep(report, compilation)
+        if is_new:
+            self._tell_what_is_missing(report, work.graph, compilation.target)
         if self.options.keep_graphs:
             before = _copy(module)
             leave(before)
             self.graphs.append((before, work))
         return work
+
+    def _tell_what_is_missing(self, report: Report, graph: fx.Graph, target: Target) -> None:
+        """Warns of kinds that the machine has no op for, once each, and of what is expected and isn't there.
+
+        Raises:
+            ExpectationError: the latter, under `strict`.
+        """
+        if target.soc != "host":  # of which it is known
+            for kind, told in lacking(report).items():
+                if kind not in self._lacking:
+                    _log.warning("%s", told)
+                self._lacking.add(kind)
+        for told in unmet(report, graph, self.options.expect):
+            if self.options.strict:
+                raise ExpectationError(f"npu_fuse: graph {len(self.reports) - 1}: {told}")
+            _log.warning("graph %d: %s", len(self.reports) - 1, told)
 
     def _without_failures(self, module: fx.GraphModule, compilation: Compilation) -> tuple[fx.GraphModule, Report]:
         """Optimises copies of a graph, until nothing fails that isn't left out yet."""

@@ -31,10 +31,14 @@ class Options:
         numerics: "fused" lets an op round elsewhere than the model does, as the report notes it; "exact" refuses such a
             fusion, so that what is fused gives the bits of the model, but for the order in which a kernel sums.
         pack_weights: let separate projections of one input (q, k, v; gate, up) share one storage and one matmul.
+        expect: how many sites of a kind become ops in each graph, such as `{"qkv": 28}`, on their own or as parts of
+            larger ones. Where there are fewer, a warning says which fell short and why; `strict` raises it. A graph is
+            held to it where anything is recognised in it, or nearly, or it multiplies matrices.
         verify: on which calls each rewritten site is run beside what the model had there, on the inputs of the call:
             "first", "always", or every so many calls. A site that is further off than its rounding allows is put back
             with a warning that names a folder to reproduce it with. What such a call gives is what the model gives.
-        strict: raise on an internal failure, instead of running the graph unfused with a warning.
+        strict: raise on an internal failure, instead of leaving out what failed with a warning; and where fewer sites
+            become ops than `expect` says.
         encoder_only: layers whose attention is bidirectional, though they are given a causal mask: patterns of their
             paths as in `model.named_modules()` ("layers.*.self_attn"; `*` stands for anything, dots too), or a function
             of a module's path and class. All attention within such a module loses the causal part of its mask, which
@@ -48,13 +52,14 @@ class Options:
         target: the machine to compile for; by default the one this process runs on.
 
     Raises:
-        ValueError: `disable` names a kind that doesn't exist, `numerics` is another word, or `encoder_only` is neither
-            paths nor a function.
+        ValueError: `disable` or `expect` names a kind that doesn't exist, `numerics` or `verify` is another word, or
+            `encoder_only` is neither paths nor a function.
     """
 
     disable: frozenset[str] = frozenset()
     numerics: Numerics = "fused"
     pack_weights: bool = True
+    expect: Mapping[str, int] = field(default_factory=dict)
     verify: Literal["first", "always"] | int | None = None
     strict: bool = False
     encoder_only: EncoderOnly = ()
@@ -68,10 +73,14 @@ class Options:
         if isinstance(self.disable, str):
             raise ValueError(f"Options.disable: give a set of kinds, such as {{{self.disable!r}}}, not a string")
         object.__setattr__(self, "disable", frozenset(self.disable))
-        for kind in sorted(self.disable - set(_KINDS)):
-            raise ValueError(f"Options.disable: unknown kind {kind!r}{_hint(kind, _KINDS)}; known: {', '.join(_KINDS)}")
+        for kind in sorted(self.disable):
+            _check_kind("disable", kind)
         if self.numerics not in get_args(Numerics):
             raise ValueError(f"Options.numerics: {self.numerics!r} is unknown; known: {', '.join(get_args(Numerics))}")
+        for kind, count in self.expect.items():
+            _check_kind("expect", kind)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ValueError(f"Options.expect: {kind!r} is to be a number of sites, not {count!r}")
         _check_verify(self.verify)
         object.__setattr__(self, "encoder_only", _encoder_only(self.encoder_only))
         if self.graphs is not None:
@@ -94,6 +103,11 @@ class Options:
             if key not in known:
                 raise ValueError(f"Options: unknown option {key!r}{_hint(key, known)}; known: {', '.join(known)}")
         return cls(**settings)
+
+
+def _check_kind(option: str, kind: str) -> None:
+    if kind not in _KINDS:
+        raise ValueError(f"Options.{option}: unknown kind {kind!r}{_hint(kind, _KINDS)}; known: {', '.join(_KINDS)}")
 
 
 def _check_verify(given: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ...runtime.ops import CONTRACTS
-from ...runtime.ops.contract import OpContract
+from ...runtime.ops.contract import Lacking, OpContract
 from ..rewriter import Edit, Refused
 
 
@@ -20,6 +20,7 @@ def first_legal(candidates: Mapping[str, Callable[[OpContract], None]], edit: Ed
         Refused: none may; with the reasons of all, those that are alike once.
     """
     names_by_reason: dict[str, list[str]] = {}
+    is_lacking = True
     for name, build in candidates.items():
         contract = CONTRACTS[name]
         try:
@@ -28,6 +29,7 @@ def first_legal(candidates: Mapping[str, Callable[[OpContract], None]], edit: Ed
             return contract
         except Refused as refusal:
             names_by_reason.setdefault(str(refusal), []).append(name.partition("::")[2])
-    if len(names_by_reason) == 1:
-        raise Refused(*names_by_reason)
-    raise Refused("; ".join(f"{' and '.join(names)}: {reason}" for reason, names in names_by_reason.items()))
+            is_lacking &= refusal.is_lacking
+    told = [f"{' and '.join(names)}: {reason}" for reason, names in names_by_reason.items()]
+    reason = next(iter(names_by_reason)) if len(names_by_reason) == 1 else "; ".join(told)
+    raise Refused(Lacking(reason) if is_lacking else reason)

@@ -8,11 +8,17 @@ import torch
 
 from ..target import Soc, Target
 
-__all__ = ["Kernel", "OpContract", "Refuse"]
+__all__ = ["Kernel", "Lacking", "OpContract", "Refuse"]
 
 # One that only mutates its arguments returns nothing.
 Kernel = Callable[..., torch.Tensor | tuple[torch.Tensor, ...] | None]
 Refuse = Callable[..., str | None]
+
+
+class Lacking(str):
+    """A reason that holds for every call: the machine has no such kernel, or not the package with it."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +110,8 @@ class OpContract:
         """
         bound = self.bind(*args, **kwargs)
         if target.soc not in self.socs:
-            return f"{self.name} has no kernel on {target.soc} (it has one on {', '.join(sorted(self.socs))})"
+            others = ", ".join(sorted(self.socs))
+            return Lacking(f"{self.name} has no kernel on {target.soc} (it has one on {others})")
         if target.soc == "ascend310p":
             for name, value in bound.items():
                 if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:

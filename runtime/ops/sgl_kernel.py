@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..target import Target, package_version
+from .contract import Lacking
 
 __all__ = ["SglFunction", "package"]
 
@@ -56,9 +57,9 @@ def package(target: Target, feature: str, since: str) -> Iterator[str]:
     if target.device == "cpu":
         return
     if "sgl_kernel_npu" not in target.packages:
-        yield "sgl_kernel_npu, which has the kernel, can't be imported"
+        yield Lacking("sgl_kernel_npu, which has the kernel, can't be imported")
     if target.has_older("sgl_kernel_npu", since):
-        yield f"sgl_kernel_npu {target.packages['sgl_kernel_npu']} has no {feature}, {since} brought it"
+        yield Lacking(f"sgl_kernel_npu {target.packages['sgl_kernel_npu']} has no {feature}, {since} brought it")
 
 
 @functools.cache
