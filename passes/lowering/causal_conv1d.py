@@ -10,6 +10,7 @@ from torch import fx
 from ...patterns import values
 from ...patterns.causal_conv1d import CausalConv1d
 from ...patterns.conv.call import Called
+from ...patterns.conv.move import turned
 from ...patterns.match import Match
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.causal_conv1d import SILU
@@ -88,8 +89,9 @@ def _is_kept(match: Match, p: CausalConv1d) -> bool:
         return False
     if p.state is None:
         return True
-    same = match.inputs["state"] is match.inputs["buffer"] and "indices" not in match.inputs
-    return same and p.state.roles == p.update.roles and p.state.length == p.update.length
+    if "indices" in match.inputs or p.state.length != p.update.length:
+        return False
+    return turned(match.inputs["buffer"], p.update.roles) == turned(match.inputs["state"], p.state.roles)
 
 
 def _whole_state(match: Match, p: CausalConv1d, edit: Edit) -> fx.Node:

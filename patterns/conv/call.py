@@ -21,7 +21,7 @@ from ...runtime.ops.causal_conv1d import CAUSAL_CONV1D, NPU_CAUSAL_CONV1D, UPDAT
 from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import static_int
 from .. import values
-from .move import move
+from .move import turned
 from .track import Roles
 
 _OPS = frozenset({CAUSAL_CONV1D.name, NPU_CAUSAL_CONV1D.name})
@@ -135,10 +135,7 @@ def called(found: Call) -> Called | None:
 
 def filters(weight: fx.Node) -> fx.Node | None:
     """The tensor [channels, width] or [channels, 1, width] that a weight [width, channels] is turned from, or None."""
-    node, roles = weight, _TAPS_FIRST
-    while (step := move(node)) is not None and step.cut is None and not values.is_float_cast(node):
-        roles = tuple("unit" if axis is None else roles[axis] for axis in step.axes)
-        node = step.below
+    node, roles = turned(weight, _TAPS_FIRST)
     return node if roles in _TAPS_LAST else None
 
 

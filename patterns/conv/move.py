@@ -13,6 +13,7 @@ from torch import fx
 from ...runtime.sizes import Size, known_equal, known_true, static_int
 from .. import values
 from ..movement import COPIES
+from .track import Roles
 
 aten = torch.ops.aten
 
@@ -53,6 +54,14 @@ def move(node: fx.Node) -> Move | None:
         return Move(below, tuple(range(len(values.shape(below)))))
     rule = _RULES.get(node.target)
     return rule(node, below) if rule is not None and values.tensor(node) is not None else None
+
+
+def turned(node: fx.Node, roles: Roles) -> tuple[fx.Node, Roles]:
+    """The tensor whose axes are turned, added and removed, or that is copied, to give a node; and what they count."""
+    while (step := move(node)) is not None and step.cut is None and not values.is_float_cast(node):
+        roles = tuple("unit" if axis is None else roles[axis] for axis in step.axes)
+        node = step.below
+    return node, roles
 
 
 def size_of(value: Any) -> Size | None:
