@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -128,6 +128,19 @@ def _joined(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     first = weights[0].detach()
     rows = sum(w.shape[0] for w in weights)
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def was_moved(weights: Sequence[torch.Tensor], form: Callable[..., torch.Tensor]) -> bool:
+    """True for parameters that `form`, which is `pack` or `transposed`, has moved already: their memory is its result.
+
+    Others may use that memory too, such as graphs that were captured with it.
+    """
+    known = _known_storages()
+    if _have_no_values(weights) or any(weight.untyped_storage()._cdata not in known for weight in weights):
+        return False
+    if form is pack:
+        return _adjacent(weights)
+    return all((weight.stride(0), weight.stride(-1)) == (1, weight.shape[0]) for weight in weights)
 
 
 def can_pack(weights: Sequence[torch.Tensor]) -> bool:

@@ -11,7 +11,7 @@ from ...patterns import values
 from ...patterns.linear import Linear, linear
 from ...runtime.shards import is_part
 from ...runtime.sizes import is_contiguous
-from ...runtime.weights import can_pack, pack, transposed
+from ...runtime.weights import can_pack, pack, transposed, was_moved
 from ..rewriter import Edit, Refused
 
 aten = torch.ops.aten
@@ -78,6 +78,7 @@ def _claim(weights: Sequence[fx.Node], form: Callable[..., torch.Tensor], owner:
     claim = (form, tuple(weights))
     if any(edit.rewriter.packed.get(weight, claim) != claim for weight in weights):
         raise Refused(f"a weight of {owner} is packed with others already")
-    if not can_pack([parameters[weight] for weight in weights]):
+    values = [parameters[weight] for weight in weights]
+    if not (was_moved(values, form) or can_pack(values)):
         raise Refused(f"the weights of {owner} share their storage with something else, and can't be moved")
     edit.rewriter.packed.update(dict.fromkeys(weights, claim))

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import npu_fuse
-from npu_fuse.runtime.weights import can_pack, pack, transposed
+from npu_fuse.runtime.weights import can_pack, pack, transposed, was_moved
 
 
 def parameters(*rows: int, columns: int = 4, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -104,6 +104,22 @@ def test_a_storage_that_others_use_is_left_alone() -> None:
     with pytest.warns(UserWarning, match="can't be moved"):
         packed = pack(weights)
     assert torch.equal(packed[:4], torch.full((4, 4), 7.0))
+
+
+def test_what_was_moved_stays_where_it_is_whoever_uses_it() -> None:
+    """Such as a graph that was captured with it: another one may be compiled for the same memory."""
+    weights, others, filters = parameters(4, 2), parameters(4, 2), [nn.Parameter(torch.randn(8, 1, 3))]
+    held = [pack(weights), transposed(filters[0]), *(weight.detach() for weight in others)]
+    assert not can_pack(weights)
+    assert not can_pack(filters)
+    assert was_moved(weights, pack)
+    assert was_moved(filters, transposed)
+    assert not was_moved(weights[::-1], pack)
+    assert not was_moved([weights[0], others[1]], pack)
+    assert not was_moved(others, pack)
+    weights[1].data = weights[1].data.clone()
+    assert not was_moved(weights, pack)
+    assert len(held) == 4
 
 
 @pytest.mark.parametrize("start", [0, 2, 3])
