@@ -3,6 +3,7 @@
 #     make demo        compile Gemma 3 270M, compare it with eager
 #     make test        the tests, on the CPU and against the real torch_npu (no NPU needed)
 #     make test-serving  the tests in the frameworks' own code, in an environment of theirs
+#     make test-page   the page of a report in Chromium, which has to be installed
 #     make coverage    how much of public models is recognised and fused (an hour; see benchmarks/README.md)
 #     make lint        ruff and strict mypy
 #     make clean       remove what these made
@@ -31,14 +32,20 @@ PYTEST := python -m pytest
 SOURCES := $(shell find . -name '*.py' -not -path './.*' -not -path './build/*' \
                           -not -path './tests/*' -not -path './examples/*' -not -path './benchmarks/*')
 
-.PHONY: demo test test-serving coverage lint clean
+.PHONY: demo test test-page test-serving coverage lint clean
 
 demo: $(CPU)/.package
 	$(CPU)/bin/python examples/gemma3_270m.py
 
 test: $(CPU)/.package $(NPU)/.package $(STUBS)/libcann_stub.so
-	$(CPU)/bin/$(PYTEST) -n 2 tests --ignore=tests/npu
+	$(CPU)/bin/$(PYTEST) -n 2 tests --ignore=tests/npu --ignore=tests/browser
 	$(WITH_STUBS) $(NPU)/bin/$(PYTEST) -n 2 tests/npu
+
+test-page: $(CPU)/.package
+	$(CPU)/bin/$(PYTEST) tests/browser
+
+docs/report.png: $(CPU)/.package docs/picture.py passes/views/page.html
+	$(CPU)/bin/python docs/picture.py
 
 test-serving: $(SERVING)/.package $(SERVING)/.frameworks
 	$(SERVING)/bin/$(PYTEST) tests/serving

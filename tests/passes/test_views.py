@@ -1,6 +1,7 @@
 """What people look at: lines, files that run alone, a trace, ranges of a profiler."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -108,6 +109,21 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("NPU_FUSE_DUMP", str(tmp_path))
     compiled(nn.RMSNorm(8, dtype=BF16), inputs()[0])
     assert (tmp_path / "graph_0" / "report.json").is_file()
+
+
+def test_tlparse_lists_each_stage_and_the_report(tmp_path: Path) -> None:
+    code = "import torch; torch.compile(torch.nn.RMSNorm(8), backend='npu_fuse').eval()"
+    run = f"{code}.requires_grad_(False)(torch.ones(2, 8))"
+    environment = {**os.environ, "TORCH_TRACE": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", run], env=environment, check=True)
+    (trace,) = tmp_path.glob("*.log")
+    program = Path(sys.executable).with_name("tlparse")
+    subprocess.run([program, trace, "-o", tmp_path / "out", "--no-browser"], check=True, capture_output=True)
+    index = (tmp_path / "out" / "index.html").read_text()
+    for name in ("0_dynamo", "1_aot", "3_fuse", "5_cleanup", "report", "report_page"):
+        assert re.search(rf"npu_fuse_{name}_\d+\.(txt|json)", index), name
+    (report,) = tmp_path.glob("out/*/npu_fuse_report_[0-9]*.json")
+    assert json.loads(report.read_text())["ops"] == {"npu::npu_rms_norm": 1}
 
 
 def test_a_site_keeps_its_lines_where_somebody_looks() -> None:
