@@ -126,7 +126,11 @@ def _can_be_verified(inputs: tuple[Any, ...]) -> bool:
     """Whether this is a call with numbers, of which nobody records the ops, as the capture of a graph does."""
     modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
     is_recorded = any(isinstance(mode, Recorder) or mode.is_infra_mode() for mode in modes)
-    return not is_recorded and not any(isinstance(value, FakeTensor) for value in inputs)
+    return not is_recorded and all(map(_has_numbers, inputs))
+
+
+def _has_numbers(value: Any) -> bool:
+    return not isinstance(value, FakeTensor) and not (isinstance(value, torch.Tensor) and value.is_meta)
 
 
 class _Beside(fx.Interpreter):

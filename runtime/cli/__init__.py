@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # A torch_npu that is broken must not keep torch from being imported: what is wrong with it, `doctor` tells.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    from . import diff, doctor, dump, explain, ops
+    from . import diff, doctor, dump, explain, ops, verify
 
     parser = argparse.ArgumentParser(
         prog="npu-fuse",
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="npu-fuse COMMAND --help says more, with examples.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (explain, dump, diff, ops, doctor):
+    for command in (explain, verify, dump, diff, ops, doctor):
         command.add_to(commands)
     given = parser.parse_args(arguments)
     try:

@@ -57,8 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def calls(given: argparse.Namespace) -> list[Call]:
+def calls(given: argparse.Namespace, device: str = "meta") -> list[Call]:
     """The model's calls.
+
+    Args:
+        given: the arguments of the command.
+        device: where a model of transformers is built. On the meta device one of any size takes no memory and no time:
+            shapes are all that a compilation asks for. Elsewhere its weights are random.
 
     Raises:
         UsageError: there is no such model, or it can't be built or called.
@@ -71,7 +76,7 @@ def calls(given: argparse.Namespace) -> list[Call]:
         raise UsageError(f"{name}: say which function of it returns the model: {name}:FUNCTION")
     if name.endswith(".pt2"):
         return [_exported(Path(name))]
-    return _from_transformers(name, given)
+    return _from_transformers(name, given, device)
 
 
 def _from_factory(path: Path, name: str) -> Call:
@@ -116,7 +121,7 @@ def _exported(path: Path) -> Call:
     return Call("", program.module(), args, kwargs)
 
 
-def _from_transformers(name: str, given: argparse.Namespace) -> list[Call]:
+def _from_transformers(name: str, given: argparse.Namespace, device: str) -> list[Call]:
     try:
         import transformers
     except ImportError as error:
@@ -126,8 +131,7 @@ def _from_transformers(name: str, given: argparse.Namespace) -> list[Call]:
     if given.layers is not None:
         _shorten(config, given.layers)
     kind = _class(transformers, config)
-    # On the meta device a model of any size takes no memory and no time: shapes are all that a compilation asks for.
-    with torch.device("meta"):
+    with torch.device(device):
         try:
             model = kind._from_config(config, dtype=_DTYPES[given.dtype]).eval()
         except Exception as error:
@@ -136,11 +140,11 @@ def _from_transformers(name: str, given: argparse.Namespace) -> list[Call]:
         if main_input == "pixel_values":
             vision = getattr(config, "vision_config", config)
             sizes = vision.image_size if isinstance(vision.image_size, (tuple, list)) else (vision.image_size,) * 2
-            pixels = torch.zeros(given.batch, vision.num_channels, *sizes, dtype=_DTYPES[given.dtype])
+            pixels = torch.rand(given.batch, vision.num_channels, *sizes, dtype=_DTYPES[given.dtype])
             return [Call("", model, (), {"pixel_values": pixels})]
         if main_input != "input_ids":
             raise UsageError(f"{kind.__name__} is called with {main_input}: give FILE.py:FACTORY, which makes the call")
-        ids = torch.zeros(given.batch, given.tokens, dtype=torch.long)
+        ids = torch.randint(config.get_text_config().vocab_size, (given.batch, given.tokens))
         both = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
         found = []
         if given.phase != "decode" or both:

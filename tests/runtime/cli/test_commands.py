@@ -141,3 +141,19 @@ def test_an_unknown_command_is_told_by_the_parser(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit, match="2"):
         main(["explian"])
     assert "invalid choice: 'explian'" in capsys.readouterr().err
+
+
+def test_sites_are_verified(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", f"{model}:build"]) == OK
+    assert "1 rms_norm: max error 0 within tolerance" in capsys.readouterr().out
+
+
+def test_sites_of_a_model_of_transformers_are_verified_on_random_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    config = {"model_type": "llama", "vocab_size": 32, "head_dim": 16, "num_key_value_heads": 2, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["verify", str(tmp_path), "--tokens", "8"]) == OK
+    lines = capsys.readouterr().out.splitlines()
+    assert {"prefill: 1 qkv", "prefill: 1 glu", "decode: 1 qkv"} <= {line.rpartition(": ")[0] for line in lines}
