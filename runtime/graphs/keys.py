@@ -22,7 +22,8 @@ def plan_key(shapes: Shapes, arguments: Mapping[str, Any], surroundings: Hashabl
             if spec is not None and spec.static:
                 parts.append((name, value.data_ptr(), value.shape, value.stride(), value.dtype))
             else:
-                parts.append((name, value.shape, value.dtype, value.device))
+                order = shapes.order(name, value) if spec is not None else None
+                parts.append((name, value.shape, value.dtype, value.device, order))
         elif name in specs and specs[name].host is not None:
             parts.append((name, len(value)))
         else:
@@ -37,7 +38,8 @@ def graph_variant(shapes: Shapes, arguments: Mapping[str, Any], surroundings: Ha
     for name, value in sorted(arguments.items()):
         spec = shapes.of(name)
         if isinstance(value, torch.Tensor):
-            parts.append((name, shapes.padded(name, value.shape, zero), spec.dtype or value.dtype))
+            shape = shapes.padded(name, value.shape, zero)
+            parts.append((name, shape, spec.dtype or value.dtype, shapes.order(name, value)))
         elif spec.axes:
             parts.append((name, type(value)))
         else:

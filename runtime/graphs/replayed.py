@@ -18,6 +18,7 @@ from .errors import CaptureError
 from .numbers import Apart
 from .runner import GraphRunner
 from .spec import InputSpec
+from .watch import address
 
 _MOST_MOVES = 8
 
@@ -78,7 +79,7 @@ class Replayed:
         if self._refused:
             return self._module.forward(*inputs)
         fixed = [inputs[i] for i in self._static]
-        if list(map(torch.Tensor.data_ptr, fixed)) != self._addresses:
+        if list(map(address, fixed)) != self._addresses:
             self._moves += 1
             if self._moves > _MOST_MOVES:
                 return self._refuse(f"its caches or weights moved before each of {_MOST_MOVES} calls", inputs)
@@ -108,7 +109,7 @@ class Replayed:
 
     def _settle(self, fixed: list[torch.Tensor]) -> None:
         self._fixed = fixed
-        self._addresses = list(map(torch.Tensor.data_ptr, fixed))
+        self._addresses = list(map(address, fixed))
 
     def _run(self, *inputs: Any) -> Any:
         merged: dict[int, Any] = dict(zip(self._static, self._fixed, strict=True))
@@ -117,12 +118,15 @@ class Replayed:
 
 
 def _padding(values: Sequence[Any], buckets: Iterable[int]) -> tuple[dict[str, list[int]] | None, dict[str, InputSpec]]:
-    """Buckets and specs, if all sizes that vary are one, or it and a number more."""
-    none: tuple[None, dict[str, InputSpec]] = (None, {})
+    """Buckets and specs; padded, if all sizes that vary are one, or it and a number more.
+
+    The graph was made for inputs in memory of a certain order: a view of another may be impossible.
+    """
+    plain = {f"arg{i}": InputSpec(keep_order=True) for i in range(len(values))}
     sizes = [size for value in values for size in _sizes(value) if is_symbolic(size)]
     symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
     if len(symbols) != 1:
-        return none
+        return None, plain
     (symbol,) = symbols
     allowed = [bucket for bucket in buckets if _allows(sizes[0].node.shape_env, symbol, bucket)]
     specs: dict[str, InputSpec] = {}
@@ -131,10 +135,10 @@ def _padding(values: Sequence[Any], buckets: Iterable[int]) -> tuple[dict[str, l
         for size in _sizes(value):
             offset = size.node.expr - symbol if is_symbolic(size) else None
             if offset is not None and not (offset.is_Integer and offset >= 0):
-                return none
+                return None, plain
             axes.append(None if offset is None else f"size+{offset}" if offset else "size")
-        specs[f"arg{i}"] = InputSpec(tuple(axes))
-    return ({"size": allowed}, specs) if allowed else none
+        specs[f"arg{i}"] = InputSpec(tuple(axes), keep_order=True)
+    return ({"size": allowed}, specs) if allowed else (None, plain)
 
 
 def _sizes(value: Any) -> Sequence[Any]:

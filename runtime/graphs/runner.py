@@ -321,7 +321,8 @@ class GraphRunner:
         for name, value in arguments.items():
             spec = self._shapes.of(name)
             if isinstance(value, torch.Tensor) and not spec.static:
-                copy = torch.empty(value.shape, dtype=spec.dtype or value.dtype, device=memory.device)
+                order = self._shapes.order(name, value) or tuple(range(value.dim()))
+                copy = torch.empty_permuted(value.shape, order, dtype=spec.dtype or value.dtype, device=memory.device)
                 exact[name] = copy.copy_(value)
         return exact
 
@@ -348,7 +349,8 @@ class GraphRunner:
                 dtype = spec.dtype or value.dtype
                 largest = self._shapes.padded(name, value.shape, self._buckets.largest(bucket))
                 memory.buffers.buffer(name, largest, dtype)  # smaller ones will be its beginning
-                statics[name] = memory.buffers.buffer(name, self._shapes.padded(name, value.shape, bucket), dtype)
+                shape = self._shapes.padded(name, value.shape, bucket)
+                statics[name] = memory.buffers.buffer(name, shape, dtype, self._shapes.order(name, value))
             elif spec.host is not None:
                 statics[name] = pad_list(value, int(spec.pad), self._shapes.padded(name, (len(value),), bucket)[0])
             elif spec.axes and not isinstance(value, torch.Tensor):

@@ -28,6 +28,8 @@ class InputSpec:
             anew.
         host: for a list of ints on the host, such as lengths that an attention kernel's tiling wants: the argument of
             the op that takes it. The op gets the new list before each replay.
+        keep_order: copy to memory whose dims lie in the order that they have in the value's, as after a transpose,
+            instead of contiguous memory. Another order makes another graph.
         poison: what `debug_poison` fills pads with; by default NaN, and the pad itself if the input is an integer, as
             that may be an index.
 
@@ -41,6 +43,7 @@ class InputSpec:
     convert: bool = True
     static: bool = False
     host: str | None = None
+    keep_order: bool = False
     poison: float | int | None = None
 
     def __post_init__(self) -> None:
@@ -127,6 +130,14 @@ class Shapes:
         if len(shape) < len(dims):
             raise ValueError(f"GraphRunner: {name!r} has the shape {list(shape)}, but axes {self.specs[name].axes}")
         return [(axis, size) for axis, size in zip(dims, shape, strict=False) if axis is not None]
+
+    def order(self, name: str, value: torch.Tensor) -> tuple[int, ...] | None:
+        """The dims of the static buffer of a value as they lie in memory, None if in their own order."""
+        if not self.of(name).keep_order or value.is_contiguous():
+            return None
+        strides = value.stride()
+        order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+        return None if order == tuple(range(len(strides))) else order
 
     def padded(self, name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of an argument whose axes have these sizes."""

@@ -27,7 +27,7 @@ from .reach import Reach
 from .record import storage_key
 from .versions import Versions
 
-_address = torch.Tensor.const_data_ptr  # type: ignore[attr-defined]  # (not in the stub) data_ptr makes a lazy copy real
+address = torch.Tensor.const_data_ptr  # type: ignore[attr-defined]  # (not in the stub) data_ptr makes a lazy copy real
 
 
 class Watch:
@@ -64,7 +64,7 @@ class Watch:
         self._roots = list(map(id, roots))
         reach = Reach(roots, self._keys)
         self._tensors = reach.tensors
-        self._addresses = list(map(_address, self._tensors))
+        self._addresses = list(map(address, self._tensors))
         tables: dict[int, _Table] = {}
         lists: dict[int, list[Any] | deque[Any]] = {}
         for step in reach.steps():
@@ -110,7 +110,7 @@ class Watch:
                     return True
         except (LookupError, AttributeError, ValueError):  # a name is gone
             return True
-        return list(map(_address, self._tensors)) != self._addresses
+        return list(map(address, self._tensors)) != self._addresses
 
     def _replaced(self) -> bool:
         """Whether a write to a dict replaced what leads to a tensor."""

@@ -258,3 +258,14 @@ def test_arguments_go_where_the_function_has_them():
 
     with pytest.raises(TypeError, match="'x' is given but no parameter"):
         GraphRunner(by_position)(x=xs[0])
+
+
+def test_orders_that_are_kept_have_graphs_of_their_own():
+    strides = []
+    spec = InputSpec("rows", keep_order=True)
+    runner = GraphRunner(lambda x: (strides.append(x.stride()), x * 2)[1], buckets=[4], inputs={"x": spec})
+    for n in (3, 4, 2):
+        for x in (torch.randn(n, 5), torch.randn(5, n).t(), torch.randn(n, 10)[:, ::2]):
+            assert torch.equal(runner(x), x * 2)
+    assert runner.stats.captures == 2
+    assert {(5, 1), (1, 4)} <= set(strides) <= {(5, 1), (1, 4), (1, 3), (1, 2)}

@@ -228,3 +228,20 @@ def test_settings_that_are_unknown():
         Backend(graphs={"bucket": [1]})
     with pytest.raises(ValueError, match="without a name"):
         Backend(graphs={"buckets": {"batch": [1]}})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_transposed_inputs(dynamic):
+    def function(x):
+        return x.permute(1, 2, 0).reshape(-1) * 1, x * 2
+
+    torch._dynamo.reset()
+    backend = Backend(graphs={"buckets": [4, 8]}, strict=True)
+    replayed = torch.compile(function, backend=backend, dynamic=dynamic)
+    for n in (3, 4, 2, 3):
+        x = torch.randn(5, 2, n).permute(2, 0, 1) if dynamic else torch.randn(5, 2, 3).permute(2, 0, 1)
+        for got, expected in zip(replayed(x), function(x), strict=True):
+            assert torch.equal(got, expected)
+            assert got.stride() == expected.stride()
+    assert sum(replayed.runner.stats.replays for replayed in backend.runners) == 4
