@@ -66,6 +66,7 @@ class Report:
         graphs: how many graphs it speaks of.
         remark: why nothing was tried at all, if so.
         failure: the traceback of an internal failure that left the graph unfused.
+        cache: with `Options.cache`, whether it was "taken" from the cache or is "kept" there, or why it isn't.
         left_out: what raised and was left out of this compilation, by name, with its traceback.
     """
 
@@ -79,6 +80,7 @@ class Report:
     graphs: int = 1
     remark: str | None = None
     failure: str | None = None
+    cache: str | None = None
     left_out: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -102,7 +104,7 @@ class Report:
     def merged(cls, reports: Iterable[Report]) -> Report:
         """One report of several graphs."""
         total = cls(graphs=0)
-        remarks, failures = [], []
+        remarks, failures, cached = [], [], []
         for report in reports:
             total.sites += report.sites
             total.ops += report.ops
@@ -115,9 +117,11 @@ class Report:
                 total.seconds_by_pass[name] = total.seconds_by_pass.get(name, 0.0) + seconds
             remarks += [report.remark] if report.remark else []
             failures += [report.failure] if report.failure else []
+            cached += [report.cache] if report.cache else []
             total.left_out.update(report.left_out)
         total.remark = "\n".join(dict.fromkeys(remarks)) or None
         total.failure = "\n".join(failures) or None
+        total.cache = ", ".join(f"{count} {what}" for what, count in Counter(cached).items()) or None
         return total
 
     def to_json(self) -> str:
@@ -134,6 +138,7 @@ class Report:
             "seconds_by_pass": self.seconds_by_pass,
             "remark": self.remark,
             "failure": self.failure,
+            "cache": self.cache,
             "left_out": self.left_out,
             "sites": [asdict(site) for site in self.sites],
         }
@@ -179,7 +184,8 @@ class Report:
         left = f"{refused} sites refused, {missed} near misses{declared}"
         left += f"; {verified} verified" if verified else ""
         left += "".join(f"; {part} left out by an internal failure" for part in self.left_out)
-        return f"{ops}; {launches}; {left}; {self.seconds * 1e3:.0f} ms"
+        cache = f"; cache: {self.cache}" if self.cache else ""
+        return f"{ops}; {launches}; {left}; {self.seconds * 1e3:.0f} ms{cache}"
 
     def __repr__(self) -> str:
         return f"<Report of {self.graphs} graph{'s' * (self.graphs != 1)}: {self.summary()}>"

@@ -22,6 +22,7 @@ from ..passes.report import Report
 from ..passes.rewrites import Rewrites, SiteKey
 from ..passes.views.dump import Dump
 from ..passes.withheld import NOTHING, PartFailed, Withheld
+from .cache import cached, folder_of
 from .declarations import Declarations
 from .effects import register_known
 from .graphs.replayed import Replayed
@@ -190,9 +191,8 @@ class Backend:
             parameters = _by_placeholder(work.graph, compilation.parameters)
             if compilation.declarations is None:
                 compilation.declarations = Declarations(self.options.encoder_only, Owners(work.graph))
-            known = compilation.declarations, compilation.dump, self.flow, compilation.withheld
             try:
-                report, compilation.rewrites = optimise(work, parameters, self.options, compilation.target, *known)
+                report = self._passed(work, parameters, compilation, compilation.declarations)
             except PartFailed as failure:
                 error = failure.__cause__
                 assert isinstance(error, Exception)
@@ -208,6 +208,28 @@ class Backend:
                 )
             else:
                 return work, report
+
+    def _passed(
+        self,
+        module: fx.GraphModule,
+        parameters: Mapping[fx.Node, torch.Tensor],
+        compilation: Compilation,
+        declarations: Declarations,
+    ) -> Report:
+        """Runs the passes, or takes from the cache what they made of this graph in an earlier process."""
+        options, target = self.options, compilation.target
+
+        def passes(declarations: Declarations) -> Report:
+            known = declarations, compilation.dump, self.flow, compilation.withheld
+            report, compilation.rewrites = optimise(module, parameters, options, target, *known)
+            return report
+
+        folder = folder_of(options.cache)
+        # Who looks on sees the passes at work.
+        watched = options.dump is not None or options.verify is not None or options.profile_ranges
+        if folder is None or watched or self.flow is not Backend.flow or compilation.withheld is not NOTHING:
+            return passes(declarations)
+        return cached(folder, module, parameters, options, target, declarations, passes)
 
     def _fail(self, error: Exception) -> None:
         """An internal failure: raised under `strict`, else one warning, and a report with its traceback."""
@@ -312,8 +334,8 @@ def _parameters(graph: fx.Graph) -> dict[int, torch.Tensor]:
 
 def _by_placeholder(graph: fx.Graph, parameters: Mapping[int, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
     """The same by the placeholders of AOTAutograd's graph, which say what input of the Dynamo graph they are."""
-    whole = [node for node in graph.find_nodes(op="placeholder") if not is_part(node)]
-    return {node: parameters[place] for node in whole if (place := position(node)) in parameters}
+    places = {node: position(node) for node in graph.find_nodes(op="placeholder") if not is_part(node)}
+    return {node: parameters[place] for node, place in places.items() if place is not None and place in parameters}
 
 
 def _of_the_model(before: fx.Graph, after: fx.Graph) -> set[int]:

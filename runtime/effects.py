@@ -100,6 +100,11 @@ def effect_of(target: object) -> Effect | None:
     return _EFFECTS.get(target) if isinstance(target, OpOverload) else None
 
 
+def registered() -> list[str]:
+    """All effects that are registered, a line each, in order of the ops' names."""
+    return sorted(f"{e.op} writes {e.mutates}, returns {dict(e.returns)}, {e.truthful}" for e in _EFFECTS.values())
+
+
 def told_by(target: object) -> Effect | None:
     """The effect that an op of ours tells in place of the op that has it, or None."""
     return _BY_TRUTHFUL.get(target) if isinstance(target, OpOverload) else None

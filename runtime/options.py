@@ -49,6 +49,8 @@ class Options:
         dump: a folder to write each graph to: after each pass as a Python file that runs alone, and its report as text,
             JSON and a page, with a file for each site. By default what the environment variable NPU_FUSE_DUMP says.
         profile_ranges: run each fused op within a range of torch's profiler that bears the name of its site.
+        cache: keep what is made of each graph for the next process: True in a folder beside torch's own caches, a path
+            in that folder. By default what the environment variable NPU_FUSE_CACHE says: "1", a path, or nothing.
         target: the machine to compile for; by default the one this process runs on.
 
     Raises:
@@ -67,6 +69,7 @@ class Options:
     keep_graphs: bool = False
     dump: str | os.PathLike[str] | None = field(default_factory=lambda: os.environ.get("NPU_FUSE_DUMP") or None)
     profile_ranges: bool = False
+    cache: bool | str | os.PathLike[str] = field(default_factory=lambda: _switch(os.environ.get("NPU_FUSE_CACHE", "")))
     target: Target | None = None
 
     def __post_init__(self) -> None:
@@ -130,6 +133,12 @@ def _encoder_only(given: object) -> EncoderOnly:
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(f"Options.encoder_only: {pattern!r} is no pattern of module paths")
     return patterns
+
+
+def _switch(said: str) -> bool | str:
+    """What an environment variable says that is a switch or a path."""
+    known: dict[str, bool | str] = {"": False, "0": False, "1": True}
+    return known.get(said, said)
 
 
 def _hint(word: str, known: tuple[str, ...] | list[str]) -> str:

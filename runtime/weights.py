@@ -156,6 +156,24 @@ def can_pack(weights: Sequence[torch.Tensor]) -> bool:
     return not _overlap(weights) and all(count(s._cdata) - 1 == users[s._cdata] for s in storages)
 
 
+def memory_of(weights: Sequence[torch.Tensor]) -> list[str]:
+    """All that `can_pack` and `was_moved` look at, of any of these weights, as text that is alike in each process."""
+    if _have_no_values(weights):
+        return ["no values"]
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    storages = [weight.untyped_storage() for weight in weights]
+    users = Counter(storage._cdata for storage in storages)
+    known = _known_storages()
+    order = {cdata: place for place, cdata in enumerate(users)}
+    lines = []
+    for weight, storage in zip(weights, storages, strict=True):
+        alone = count is not None and count(storage._cdata) - 1 == users[storage._cdata]
+        place = f"{order[storage._cdata]} at {weight.storage_offset()} {weight.stride()}"
+        moved = storage._cdata in known
+        lines.append(f"{place} {'alone' if alone else 'shared'} {'moved' if moved else ''} {_is_ordinary(weight)}")
+    return lines
+
+
 def _overlap(weights: Sequence[torch.Tensor]) -> bool:
     """Whether between the first and the last element of one weight another one lies."""
     spans = []
