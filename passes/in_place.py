@@ -25,6 +25,7 @@ from ..patterns import values
 from ..runtime.collectives import is_collective
 from ..runtime.options import IN_PLACE
 from ..runtime.sizes import is_contiguous, known_equal, known_same_shape, known_true
+from .apart import part_inputs
 from .cleanup import erase_dead
 from .effects import is_pure
 from .report import Site
@@ -53,8 +54,9 @@ def put_back(rewriter: Rewriter) -> list[Site]:
 class _InPlace:
     def __init__(self, rewriter: Rewriter) -> None:
         self.rewriter = rewriter
-        self.roots = _roots(rewriter.graph)
         self.epilogues = _epilogues(rewriter.graph)
+        part_inputs(rewriter, frozenset(self.epilogues))
+        self.roots = _roots(rewriter.graph)
         # Scatters that put a value where it lies by now.
         self.settled: set[fx.Node] = set()
         # Where the values lay that are found at these nodes now.

@@ -397,6 +397,24 @@ def test_two_views_of_one_buffer_as_inputs() -> None:
         assert torch.equal(value, want)
 
 
+def test_inputs_side_by_side_in_one_buffer_are_buffers_of_their_own() -> None:
+    """As the caches of layers are that are allocated as one: torch knows that they share no element."""
+
+    def model(a: Tensor, b: Tensor, at: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        halves = b.split(2)
+        a[at] = row
+        halves[1].mul_(2)
+        b.index_copy_(0, at, row * 3)
+        return a.sin(), halves[0] + 1
+
+    base, expected = (torch.stack((CACHE, CACHE * 2, CACHE * 3)) for _ in range(2))
+    wanted = model(*expected[:2].unbind(), AT, ROW)
+    found = compiled(model, *base[:2].unbind(), AT, ROW)
+    assert torch.equal(base, expected)
+    assert all(map(torch.equal, found.output, wanted))
+    assert sorted({*ops(found)}) == ["add", "index_copy_", "index_put_", "mul", "mul_", "sin", "split"]
+
+
 def test_inputs_that_come_to_share_memory() -> None:
     """pytorch/pytorch#139789. What torch has compiled for inputs that share memory, it uses for all later ones."""
 

@@ -240,7 +240,7 @@ def test_a_state_that_is_multiplied_by_flags_is_read_as_that() -> None:
 
 @pytest.mark.parametrize("columns", [W - 1, W])
 def test_the_states_of_all_layers_may_be_one_tensor(columns: int) -> None:
-    """Each layer's is a part of it, with tokens before channels: what is read and written is the same tensor, turned."""
+    """Each layer's is a part of it, with tokens before channels: what is read and written is the same, turned."""
 
     class Layers(nn.Module):
         def __init__(self) -> None:
