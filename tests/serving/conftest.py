@@ -6,4 +6,4 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))  # what tests of frameworks share
 
-collect_ignore = [f"test_{name}.py" for name in ("sglang", "vllm") if find_spec(name) is None]
+collect_ignore_glob = [f"test_{name}*.py" for name in ("sglang", "vllm") if find_spec(name) is None]
