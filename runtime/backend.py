@@ -109,7 +109,7 @@ class Backend:
         reason = _why_not(example_inputs)
         if reason is not None:
             self._keep(Report(remark=reason))
-            return _compile(module, example_inputs, lambda graph, _: _boxed(graph))
+            return _compile(module, example_inputs, self._as_it_is)
         try:
             target = self.options.target if self.options.target is not None else Target.detect()
             register(target)
@@ -120,15 +120,15 @@ class Backend:
             parameters = _parameters(module.graph)
         except Exception as error:
             self._fail(error)
-            return _compile(module, example_inputs, lambda graph, _: _boxed(graph))
+            return _compile(module, example_inputs, self._as_it_is)
 
-        def inference(graph: fx.GraphModule, _: Sequence[Any]) -> Compiled:
+        def inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
             compilation = Compilation(parameters, target, dump)
 
             def runs() -> Compiled:
                 optimised = self._optimised(graph, compilation)
                 if graphs is None:
-                    return optimised.forward
+                    return self._executable(optimised, inputs)
                 static = _of_the_model(module.graph, optimised.graph)
                 self.runners.append(Replayed(optimised, static, graphs, self.options.strict))
                 return self.runners[-1]
@@ -147,6 +147,13 @@ class Backend:
             return _boxed_call(Verified(function, compilation.rewrites, self.options.verify, without, folders))
 
         return _compile(prepared, example_inputs, inference)
+
+    def _as_it_is(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        return _boxed_call(self._executable(graph, inputs))
+
+    def _executable(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        """What runs a graph of AOTAutograd's: it is called with these inputs, which are fake here."""
+        return graph.forward
 
     def _optimised(self, module: fx.GraphModule, compilation: Compilation) -> fx.GraphModule:
         """The graph with its fusions; on an internal failure, without what failed."""
@@ -310,12 +317,8 @@ def _compile(
     return compiled
 
 
-def _boxed(module: fx.GraphModule) -> Compiled:
-    """A graph as AOTAutograd calls it: with a list that it may empty, so that inputs die as soon as they are used."""
-    return _boxed_call(module.forward)
-
-
 def _boxed_call(function: Compiled) -> Compiled:
+    """A function as AOTAutograd calls it: with a list that it may empty, so that inputs die as soon as they are used."""
     boxed: Compiled = make_boxed_func(function)
     return boxed
 
