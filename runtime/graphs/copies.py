@@ -42,7 +42,7 @@ class Copies:
                 if poisoned:
                     self._buffers.append(buffer)
                 self._add_pads(spec, buffer, value.shape, poisoned)
-            elif spec.host is not None:
+            elif spec.host is not None and value is not None:
                 self._lists.append((name, spec.host, int(spec.pad), len(statics[name])))
         self._all_targets = self.targets + self._pad_targets
 
@@ -92,6 +92,6 @@ def resized(shapes: Shapes, name: str, value: Any, bucket: Mapping[str, int]) ->
             if size != old:
                 value = value.index_select(dim, torch.arange(size, device=value.device) % old)
         return value
-    if spec.host is not None:
+    if spec.host is not None and value is not None:
         return [value[i % len(value)] for i in range(shapes.padded(name, (len(value),), bucket)[0])]
-    return shapes.padded(name, (value,), bucket)[0] if spec.axes else value
+    return shapes.padded(name, (value,), bucket)[0] if spec.axes and isinstance(value, int) else value

@@ -162,5 +162,5 @@ def _check_complete(graph: HostGraph, result: Any, expected: Sequence[torch.Tens
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = (tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for tensor in (a, b))
-    return torch.equal(a, b)
+    a, b = (tensor.resolve_conj().resolve_neg().contiguous() for tensor in (a, b))
+    return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))

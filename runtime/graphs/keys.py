@@ -24,7 +24,7 @@ def plan_key(shapes: Shapes, arguments: Mapping[str, Any], surroundings: Hashabl
             else:
                 order = shapes.order(name, value) if spec is not None else None
                 parts.append((name, value.shape, value.dtype, value.device, order))
-        elif name in specs and specs[name].host is not None:
+        elif name in specs and specs[name].host is not None and value is not None:
             parts.append((name, len(value)))
         else:
             parts.append((name, constant(value)))
@@ -40,7 +40,7 @@ def graph_variant(shapes: Shapes, arguments: Mapping[str, Any], surroundings: Ha
         if isinstance(value, torch.Tensor):
             shape = shapes.padded(name, value.shape, zero)
             parts.append((name, shape, spec.dtype or value.dtype, shapes.order(name, value)))
-        elif spec.axes:
+        elif spec.axes and isinstance(value, (int, list, tuple)):
             parts.append((name, type(value)))
         else:
             parts.append((name, constant(value)))

@@ -4,14 +4,15 @@ Both are found by running it, since a shape alone tells neither: a dim of an out
 output may depend on rows that are padding (a sum over the batch). The runs, from which nothing stays: at the sizes of
 the call; padded; padded with copies of real rows instead, so that what they write is written twice; and padded as
 before, but floats with multiples of real rows. The first two tell the shapes; if any of the others differs from the
-second in what is kept, or the first by more than rounding, rows mix and padding would change the result.
+second in what is kept, or the first by more than rounding, rows mix and padding would change the result. What is kept
+are outputs, inputs that are written, and state where the first run writes to it.
 
 That is a test on one call's numbers, not a proof: a maximum over integers may have escaped it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,41 @@ class Mixing(Exception):  # noqa: N818 (no error: it decides how a call is serve
     """Padding would change the result; says where."""
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came out of a run of which nothing stays.
+
+    Args:
+        result: what the callable returned.
+        written: the inputs that it wrote to, as they were afterwards.
+        reads: for each of its writes to state, what gives the numbers in that place.
+        state: these numbers afterwards; in a run that is compared with another, of that other's places. Where padding
+            alone writes is not among them: a pad value that is an index says which place is free.
+    """
+
+    result: Any
+    written: Mapping[str, torch.Tensor]
+    reads: Sequence[Callable[[], torch.Tensor]]
+    state: Sequence[torch.Tensor]
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """The tensors that came out, each with what to call it."""
+        outputs = {f"output {i}": leaf for i, leaf in enumerate(tree_leaves(self.result))}
+        inputs = {f"input {name!r}": value for name, value in self.written.items()}
+        return {name: leaf for name, leaf in (outputs | inputs).items() if isinstance(leaf, torch.Tensor)}
+
+
+NO_RUN = Run(None, {}, (), ())
+
+
+def other_arguments(shapes: Shapes, arguments: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The arguments; and with all that are bools true, and false, as one false among many hides what others do."""
+    yield arguments
+    masks = [name for name, value in arguments.items() if _is_mask(value) and not shapes.of(name).static]
+    for value in (True, False) if masks else ():
+        yield {**arguments, **{name: torch.full_like(arguments[name], value) for name in masks}}
+
+
 def other_paddings(shapes: Shapes, arguments: Mapping[str, Any], bucket: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """The arguments with real rows as padding, and with multiples of real rows as padding of floats alone."""
     copied = {
@@ -65,6 +101,10 @@ def other_paddings(shapes: Shapes, arguments: Mapping[str, Any], bucket: Mapping
             scaled[name] = value * factor
             scaled[name][real] = value[real]
         yield scaled
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool
 
 
 def _is_float(value: Any) -> bool:
@@ -105,25 +145,33 @@ def read_shapes(exact: Any, padded: Any, sizes: Mapping[str, int], bucket: Mappi
     return Trims(dims, unique)
 
 
-def compare_runs(exact: Any, padded: Any, others: Iterable[Any]) -> None:
+def compare_runs(exact: Run, padded: Run, others: Iterable[Run]) -> None:
     """Compares runs: at the sizes of the call, padded, and with other rows as padding.
 
     Raises:
         Mixing: padding changes the result.
     """
-    kept = [tuple(map(slice, leaf.shape)) if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(exact)]
-    results = [leaf[rows] for leaf, rows in zip(tree_leaves(padded), kept, strict=True) if rows is not None]
+    small, large = exact.leaves(), padded.leaves()
     for other in others:
-        differing = [leaf[rows] for leaf, rows in zip(tree_leaves(other), kept, strict=True) if rows is not None]
-        for i, (result, different) in enumerate(zip(results, differing, strict=True)):
-            if not torch.equal(_numbers(result), _numbers(different)):
-                raise Mixing(f"output {i} depends on what the padding holds")
-    small = [leaf for leaf in tree_leaves(exact) if isinstance(leaf, torch.Tensor)]
-    for i, (expected, result) in enumerate(zip(small, results, strict=True)):
-        if expected.is_floating_point() and expected.numel():
-            off = _distance(expected, result)
-            if off > _TOLERANCE.get(expected.dtype, 1e-1):
-                raise Mixing(f"output {i} is off by {off:.3g} of its largest number when padded")
+        for name, different in other.leaves().items():
+            rows = tuple(map(slice, small[name].shape))
+            if not torch.equal(_numbers(large[name][rows]), _numbers(different[rows])):
+                raise Mixing(f"{name} depends on what the padding holds")
+    for name, expected in small.items():
+        # A count has no rounding; but which of two equal scores is the best may differ, and then a row's index.
+        if expected.is_floating_point() or expected.shape == large[name].shape:
+            _compare(name, expected, large[name][tuple(map(slice, expected.shape))])
+    for expected, result in zip(exact.state, padded.state, strict=True):
+        _compare(f"state {list(expected.shape)}", expected, result)
+
+
+def _compare(name: str, expected: torch.Tensor, result: torch.Tensor) -> None:
+    if expected.is_floating_point() and expected.numel():
+        off = _distance(expected, result)
+        if off > _TOLERANCE.get(expected.dtype, 1e-1):
+            raise Mixing(f"{name} is off by {off:.3g} of its largest number when padded")
+    elif not torch.equal(expected, result):
+        raise Mixing(f"{name} differs when padded")
 
 
 def _distance(expected: torch.Tensor, result: torch.Tensor) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -109,6 +109,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # (torch has
         self._keep, self._refuse = keep, refuse
         self._undo: list[Callable[[], Any]] | None = [] if undo else None
         self._saved: set[tuple[Any, ...]] = set()
+        self._reads: list[tuple[int, Callable[[], torch.Tensor]]] = []
 
     supports_higher_order_operators = True  # to refuse them in our words
 
@@ -116,6 +117,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # (torch has
     def ignore_compile_internals(cls) -> bool:
         """A compiled function runs compiled in here."""
         return True
+
+    def reads(self, inputs: Collection[int]) -> list[Callable[[], torch.Tensor]]:
+        """For each write to state, what gives the numbers in its place.
+
+        Args:
+            inputs: keys of storages that are none.
+        """
+        return [read for key, read in self._reads if key in self.trace.outside and key not in inputs]
 
     def restore(self) -> None:
         """Puts back what was overwritten, last write first."""
@@ -178,27 +187,45 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # (torch has
     def _save(self, func: Any, args: tuple[Any, ...], written: Sequence[torch.Tensor]) -> None:
         assert self._undo is not None
         if func in _ROWS:  # of a cache, the rows alone
-            self._undo.append(_ROWS[func](*args))
+            read, write = _ROWS[func](args[0].detach(), *args[1:])
+            self._note_write(args[0], read, write)
             return
         for tensor in written:
             saved = (place(tensor), tensor.dtype)
             if saved not in self._saved:
                 self._saved.add(saved)
-                self._undo.append(functools.partial(tensor.detach().copy_, tensor.detach().clone()))
+                alias = tensor.detach()
+                self._note_write(tensor, alias.clone, alias.copy_)
+
+    def _note_write(
+        self, tensor: torch.Tensor, read: Callable[[], torch.Tensor], write: Callable[[torch.Tensor], Any]
+    ) -> None:
+        assert self._undo is not None
+        self._undo.append(functools.partial(write, read()))
+        self._reads.append((storage_key(tensor), read))
 
 
-def _indexed_rows(target: torch.Tensor, indices: Sequence[torch.Tensor | None], *_: Any) -> Callable[[], Any]:
+_Access: TypeAlias = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]
+
+
+def _indexed_rows(target: torch.Tensor, indices: Sequence[torch.Tensor | None], *_: Any) -> _Access:
     indices = [index if index is None else index.clone() for index in indices]
-    rows = torch.ops.aten.index.Tensor(target, indices)
-    return functools.partial(torch.ops.aten.index_put_.default, target.detach(), indices, rows)
+    return (
+        functools.partial(torch.ops.aten.index.Tensor, target, indices),
+        functools.partial(torch.ops.aten.index_put_.default, target, indices),
+    )
 
 
-def _selected_rows(target: torch.Tensor, dim: int, index: torch.Tensor, *_: Any) -> Callable[[], Any]:
-    return functools.partial(target.detach().index_copy_, dim, index.clone(), target.index_select(dim, index))
+def _selected_rows(target: torch.Tensor, dim: int, index: torch.Tensor, *_: Any) -> _Access:
+    index = index.clone()
+    return (
+        functools.partial(target.index_select, dim, index),
+        functools.partial(target.index_copy_, dim, index),
+    )
 
 
-# Ops that write few rows of a large tensor, and how those are put back.
-_ROWS: dict[Any, Callable[..., Callable[[], Any]]] = {
+# Ops that write few rows of a large tensor, and how those are read, and put back.
+_ROWS: dict[Any, Callable[..., _Access]] = {
     torch.ops.aten.index_put_.default: _indexed_rows,
     torch.ops.aten.index_copy_.default: _selected_rows,
 }

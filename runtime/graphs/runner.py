@@ -29,7 +29,7 @@ from .device import backend_for
 from .holdings import Entry, Holdings, Plan
 from .keys import graph_variant, plan_key, surroundings
 from .outputs import OutputMode, Outputs
-from .padding import Mixing, Trims, compare_runs, other_paddings, read_shapes
+from .padding import NO_RUN, Mixing, Run, Trims, compare_runs, other_arguments, other_paddings, read_shapes
 from .record import Recorder, place, storage_key
 from .signature import Signature
 from .spec import InputSpec, Shapes, Sizes
@@ -188,7 +188,7 @@ class GraphRunner:
         self.stats.unpadded += plan.unpadded
         result = entry.outputs.give(plan.shapes)
         if self._poison:
-            poison.check(tree_leaves(result), lambda: tree_leaves(self._observed(memory, exact, refuse=False)))
+            poison.check(tree_leaves(result), lambda: tree_leaves(self._observed(memory, exact, refuse=False).result))
         return result
 
     def _enter(self, memory: Holdings, thread: int) -> None:
@@ -299,21 +299,25 @@ class GraphRunner:
         key = (variant, tuple(bucket.items()), padded)
         if key in memory.trims:
             return memory.trims[key]
-        small = self._observed(memory, self._exact(memory, arguments), refuse=False)
         statics = self._statics(memory, arguments, bucket)
-        large = self._loaded(memory, arguments, statics)
-        trims = read_shapes(small, large, sizes, bucket)
+
+        def run(rows: Mapping[str, Any], like: Run) -> Run:
+            Copies(self._shapes, rows, statics).load(rows)
+            return self._observed(memory, statics, like=like)
+
+        small = self._observed(memory, self._exact(memory, arguments), refuse=False)
+        large = run(arguments, small)
+        trims = read_shapes(small.result, large.result, sizes, bucket)
         if self._check_padding:
-            others = (self._loaded(memory, rows, statics) for rows in other_paddings(self._shapes, arguments, bucket))
-            compare_runs(small, large, others)
+            for call in other_arguments(self._shapes, arguments):
+                if call is not arguments:
+                    small = self._observed(memory, self._exact(memory, call), refuse=False)
+                    large = run(call, small)
+                others = (run(rows, small) for rows in other_paddings(self._shapes, call, bucket))
+                compare_runs(small, large, others)
         if trims.unique:
             memory.trims[key] = trims
         return trims
-
-    def _loaded(self, memory: Holdings, arguments: Mapping[str, Any], statics: Mapping[str, Any]) -> Any:
-        """What the function returns with these arguments in its static inputs."""
-        Copies(self._shapes, arguments, statics).load(arguments)
-        return self._observed(memory, statics)
 
     def _exact(self, memory: Holdings, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments as the function gets them at their own sizes, of which nothing is written to the caller's."""
@@ -328,15 +332,31 @@ class GraphRunner:
 
     # Runs of the function that aren't calls
 
-    def _observed(self, memory: Holdings, arguments: Mapping[str, Any], refuse: bool = True) -> Any:
-        """What the function returns; nothing stays of the run."""
+    def _observed(
+        self, memory: Holdings, arguments: Mapping[str, Any], refuse: bool = True, like: Run | None = None
+    ) -> Run:
+        """Calls the function, and puts back what it writes.
+
+        Args:
+            memory: what there is.
+            arguments: what it is called with.
+            refuse: refuse what can't be replayed.
+            like: a run with the state that this one's is compared with.
+        """
         recorder = Recorder(undo=True, refuse=refuse)
         places = {name: place(value) for name, value in arguments.items() if isinstance(value, torch.Tensor)}
         try:
             with memory.backend.warm_up(), recorder, _uncached_casts(memory.device):
                 result = self._signature.call(self._function, arguments)
             refuse_changes(memory.roots, arguments, places, recorder.trace, result)
-            return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, result)
+            copied = {name: arguments[name] for name in places if not self._shapes.of(name).static}
+            reads = like.reads if like is not None else recorder.reads(set(map(storage_key, copied.values())))
+            return Run(
+                tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, result),
+                {name: x.clone() for name, x in copied.items() if storage_key(x) in recorder.trace.written},
+                reads,
+                [read() for read in reads],
+            )
         finally:
             recorder.restore()
 
@@ -351,9 +371,9 @@ class GraphRunner:
                 memory.buffers.buffer(name, largest, dtype)  # smaller ones will be its beginning
                 shape = self._shapes.padded(name, value.shape, bucket)
                 statics[name] = memory.buffers.buffer(name, shape, dtype, self._shapes.order(name, value))
-            elif spec.host is not None:
+            elif spec.host is not None and value is not None:
                 statics[name] = pad_list(value, int(spec.pad), self._shapes.padded(name, (len(value),), bucket)[0])
-            elif spec.axes and not isinstance(value, torch.Tensor):
+            elif spec.axes and isinstance(value, int):
                 statics[name] = self._shapes.padded(name, (value,), bucket)[0]
             else:
                 statics[name] = value
@@ -362,9 +382,10 @@ class GraphRunner:
     def _capture(self, memory: Holdings, arguments: Mapping[str, Any], bucket: Sizes) -> Entry:
         statics = self._statics(memory, arguments, bucket)
         Copies(self._shapes, arguments, statics).load(arguments)
-        lists = {spec.host: statics[name] for name, spec in self._shapes.specs.items() if spec.host and name in statics}
+        lists = {spec.host: statics[name] for name, spec in self._shapes.specs.items()
+                 if spec.host and statics.get(name) is not None}  # fmt: skip
         for i in range(self._warm_ups):
-            self._observed(memory, statics, refuse=i == self._warm_ups - 1)
+            self._observed(memory, statics, refuse=i == self._warm_ups - 1, like=NO_RUN)
         with _uncached_casts(memory.device):
             captured = memory.backend.capture(functools.partial(self._signature.call, self._function, statics), lists)
         refuse_escapes(memory.roots, captured)

@@ -91,23 +91,63 @@ def last_row(x):
     return x[-1]
 
 
-MIXING = [sum_over_rows, mean_of_count, norm_over_batch, largest_row, scaled_per_tensor, last_row]
+def count_of_rows(x):
+    return x, torch.ones_like(x[:, 0]).long().sum()
+
+
+def written_input(x):
+    x.sub_(x.mean(0))
+    return x[:, 0] * 0
+
+
+def kept_mean(x, kept=torch.zeros(8)):  # noqa: B008
+    kept.mul_(0.9).add_(x.mean(0))
+    return x * 1
+
+
+MIXING = [sum_over_rows, mean_of_count, norm_over_batch, largest_row, scaled_per_tensor, last_row,
+          count_of_rows, written_input, kept_mean]  # fmt: skip
 
 
 @pytest.mark.parametrize("function", MIXING, ids=[function.__name__ for function in MIXING])
 def test_rows_that_mix_are_not_padded(function):
     runner = GraphRunner(function, buckets=[2, 4, 8], inputs=ROWS)
-    x = torch.randn(3, 8)
+
+    def assert_same(x):
+        y = x.clone()
+        for kept in function.__defaults__ or ():
+            before = kept.clone()
+        got = runner(x)
+        for kept in function.__defaults__ or ():
+            after = kept.clone()
+            kept.copy_(before)
+        torch.testing.assert_close(got, function(y))
+        torch.testing.assert_close(x, y)
+        for kept in function.__defaults__ or ():
+            torch.testing.assert_close(after, kept)
+
     with pytest.warns(UserWarning, match="would change the result"):
-        torch.testing.assert_close(runner(x), function(x))
+        assert_same(torch.randn(3, 8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for n in (8, 5, 3, 2):
-            x = torch.randn(n, 8)
-            torch.testing.assert_close(runner(x), function(x))
+            assert_same(torch.randn(n, 8))
     assert runner.stats.unpadded == 3
     assert runner.stats.padded_rows == 0
     assert runner.stats.captures == 4
+
+
+def test_a_mask_whose_numbers_hide_that_rows_mix():
+    def function(x, mask):
+        return x, mask.all(0), mask.any(0)
+
+    runner = GraphRunner(function, buckets=[4], inputs={"x": InputSpec("n"), "mask": InputSpec("n")})
+    x = torch.randn(3, 2)
+    with pytest.warns(UserWarning, match="would change the result"):
+        runner(x, torch.zeros(3, 2, dtype=torch.bool))
+    for mask in (torch.ones(3, 2) > 0, torch.eye(3, 2) > 0):
+        for got, expected in zip(runner(x, mask), function(x, mask), strict=True):
+            assert torch.equal(got, expected)
 
 
 def running_maximum(x):

@@ -49,6 +49,10 @@ def list_of_results(x):
     return torch.stack([rows[3], rows[2]]) + torch.cat(torch.split(x, 2, 1), 0)[:2, :1]
 
 
+def expanded(x):
+    return x.sum().expand(4), x[:1].expand(3, 4)
+
+
 def allocated_and_freed(x):
     for i in range(20):
         x = x + torch.full((4,), float(i)) * x
@@ -56,7 +60,7 @@ def allocated_and_freed(x):
 
 
 FUNCTIONS = [chunks_written_in_place, written_through_a_view_of_a_view, transposed_in_place, out_argument, many_outputs,
-             accumulated_into_a_constant, list_of_results, allocated_and_freed]  # fmt: skip
+             accumulated_into_a_constant, list_of_results, expanded, allocated_and_freed]  # fmt: skip
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=[function.__name__ for function in FUNCTIONS])

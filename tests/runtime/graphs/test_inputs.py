@@ -269,3 +269,13 @@ def test_orders_that_are_kept_have_graphs_of_their_own():
             assert torch.equal(runner(x), x * 2)
     assert runner.stats.captures == 2
     assert {(5, 1), (1, 4)} <= set(strides) <= {(5, 1), (1, 4), (1, 3), (1, 2)}
+
+
+def test_a_declared_input_that_is_given_as_none_or_a_number():
+    def function(x, y):
+        return x * 1 if y is None else x * y
+
+    specs = {"x": InputSpec("n"), "y": InputSpec("m")}
+    runner, x = GraphRunner(function, buckets={"n": [4], "m": [2]}, inputs=specs), torch.randn(3, 2)
+    for y in (None, 2.5, torch.tensor([2.0, 3.0]), None):
+        assert torch.equal(runner(x, y), function(x, y))
