@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from torch import fx
 from ..patterns import RULES, Rule, recognise
 from ..patterns.match import Findings, RuleError
 from ..runtime.declarations import Declarations
-from ..runtime.ops import CONTRACTS
+from ..runtime.ops import CONTRACTS, OpContract
 from ..runtime.ops.host_attention import HOST_ATTENTION
 from ..runtime.options import ENCODER_ONLY, IN_PLACE, Options
 from ..runtime.target import Target
@@ -48,6 +48,7 @@ class Flow:
     Args:
         rules: what is recognised.
         lowerings: how each kind is rewritten, the largest first.
+        contracts: the fused ops, by name.
         free: frees layers that declare themselves bidirectional.
         put_back: puts writes back in place.
         cleanup: takes out what is dead.
@@ -55,9 +56,33 @@ class Flow:
 
     rules: Sequence[Rule] = RULES
     lowerings: Mapping[str, Lowering] = field(default_factory=lambda: LOWERINGS)
+    contracts: Mapping[str, OpContract] = field(default_factory=lambda: CONTRACTS)
     free: Callable[..., list[Outcome]] = free
     put_back: Callable[[Rewriter], list[Site]] = put_back
     cleanup: Callable[[fx.GraphModule], None] = cleanup
+
+    def with_kind(self, rule: Rule, lower: Lowering, *contracts: OpContract) -> Flow:
+        """The same flow with one kind more, which takes what no other kind has taken.
+
+        Args:
+            rule: what is recognised.
+            lower: how it becomes one of the ops.
+            contracts: the ops that it may become.
+
+        Raises:
+            ValueError: there is such a kind or op already.
+        """
+        known = {rule.kind} & {*self.lowerings, *(known.kind for known in self.rules)}
+        known |= {contract.name for contract in contracts} & self.contracts.keys()
+        if known:
+            raise ValueError(f"Flow.with_kind: {', '.join(sorted(known))} is there already")
+        ops = {contract.name: contract for contract in contracts}
+        return replace(
+            self,
+            rules=(*self.rules, rule),
+            lowerings={**self.lowerings, rule.kind: lower},
+            contracts={**self.contracts, **ops},
+        )
 
 
 def prepare(module: fx.GraphModule) -> fx.GraphModule:
@@ -144,7 +169,7 @@ def optimise(
                 flow.cleanup(module)
     dump.stage(CLEANUP, module)
     on_host = [HOST_ATTENTION] if target.soc == "host" else []
-    ops = {contract.op: contract.name for contract in (*CONTRACTS.values(), *on_host)}
+    ops = {contract.op: contract.name for contract in (*flow.contracts.values(), *on_host)}
     report.ops = Counter(ops[node.target] for node in module.graph.nodes if node.target in ops)
     report.launches_after, report.bytes_after = count_launches(module.graph), count_bytes(module.graph)
     if options.profile_ranges:

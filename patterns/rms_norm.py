@@ -117,6 +117,7 @@ GATED = tuple(
 
 # A root of a mean, whatever it scales.
 _NEAR = (Rest("factor") * Function("mean", Capture("square"), Argument("axes")) + Rest("eps")) ** -0.5 * Rest("scaled")
+_EPS_OUTSIDE = (Function("mean", _x**2, (-1,)) ** 0.5 + Number("eps")) ** -1 * Rest("scaled")
 _CENTRED = Capture("value") - Function("mean", Capture("value"), (-1,))
 
 
@@ -135,6 +136,11 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
         return _match_gated(node, value, c, findings) or _match_norm(node, value, c, findings)
     if any(exponent == -0.5 for _, exponent in value.factors):
         return _match_norm(node, value, c, findings)
+    if any(exponent == -1 and isinstance(factor, Sum) for factor, exponent in value.factors):
+        outside = _EPS_OUTSIDE.find(value, c.pool)
+        if outside is not None:
+            message = "eps {:g} is added to the root of the mean of squares; an RMSNorm adds it under the root"
+            return Miss(KIND, node, message, (outside["eps"],), place=outside["x"])
     return None
 
 

@@ -67,6 +67,7 @@ class Backend:
 
     Args:
         options: all settings in one.
+        flow: what is done to a graph; `Flow().with_kind(…)` adds a kind of one's own.
         settings: or single ones, by the names of `Options`.
 
     Attributes:
@@ -78,13 +79,11 @@ class Backend:
         ValueError: a setting is unknown.
     """
 
-    # What is done to a graph: a backend of one's own may do more, or less.
-    flow = Flow()
-
-    def __init__(self, options: Options | None = None, **settings: Any) -> None:
+    def __init__(self, options: Options | None = None, *, flow: Flow | None = None, **settings: Any) -> None:
         if options is not None and settings:
             raise ValueError(f"Backend: give Options or single settings, not both (got {', '.join(settings)})")
         self.options = options if options is not None else Options.of(settings)
+        self.flow = flow if flow is not None else Flow()
         self.reports: list[Report] = []
         self.graphs: list[tuple[fx.GraphModule, fx.GraphModule]] = []
         self.runners: list[Replayed] = []
@@ -112,7 +111,7 @@ class Backend:
             return _compile(module, example_inputs, self._as_it_is)
         try:
             target = self.options.target if self.options.target is not None else Target.detect()
-            register(target)
+            register(target, self.flow.contracts.values())
             register_known()
             dump = Dump(self.options.dump)
             dump.stage("dynamo", module)

@@ -12,6 +12,7 @@ from torch import fx
 
 from ...patterns import values
 from ...runtime.sizes import number_of
+from ...runtime.weights import IN_MEMORY
 from ..preserve import restore
 
 _SHORT = {
@@ -142,7 +143,7 @@ def script(module: fx.GraphModule, title: str) -> str:
             "",
             "def inputs():",
             "    return [",
-            *(f"        {_made(value_of(node))},  # {node.name}" for node in placeholders),
+            *(f"        {_input(node)},  # {node.name}" for node in placeholders),
             "    ]",
             "",
             "",
@@ -194,6 +195,12 @@ def imports(source: str, names: dict[str, Any]) -> Iterator[str]:
                 yield f"from {module} import {value.__name__}{alias}"
             else:
                 yield f"{name} = type(None)" if value is type(None) else f"{name} = {value!r}"
+
+
+def _input(node: fx.Node) -> str:
+    """An expression that makes an input; one whose memory the program moves is a parameter, as only those are moved."""
+    made = _made(value_of(node))
+    return f"torch.nn.Parameter({made})" if any(user.target in IN_MEMORY for user in node.users) else made
 
 
 def _made(value: Any) -> str:

@@ -29,8 +29,7 @@ class Broken(Backend):
     """A backend of which something raises."""
 
     def __init__(self, flow: Flow, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.flow = flow
+        super().__init__(flow=flow, **settings)
 
 
 class Model(nn.Module):

@@ -400,6 +400,10 @@ NEAR: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
         lambda x: _scaled(x, x.pow(2).mean((1, 2), keepdim=True)),
         "the mean of squares is taken over axes (-2, -1); an RMSNorm takes it over (-1,)",
     ),
+    "eps outside of the root": (
+        lambda x: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6),
+        "eps 1e-06 is added to the root of the mean of squares; an RMSNorm adds it under the root",
+    ),
     "another value scaled": (
         lambda x: _scaled(x.sin(), x.pow(2).mean(-1, keepdim=True)),
         "the value that is scaled is not the one whose squares are averaged",

@@ -241,8 +241,7 @@ class Wrong(Backend):
     """A backend with a fault."""
 
     def __init__(self, flow: Flow, **settings: Any) -> None:
-        super().__init__(verify="first", **settings)
-        self.flow = flow
+        super().__init__(flow=flow, verify="first", **settings)
 
 
 def copies(inputs: list[Tensor]) -> list[Tensor]:
