@@ -12,8 +12,8 @@ stand_in_for("einops", "partial_json_parser", "sentencepiece", "sgl_kernel", "to
 
 from sglang.srt import plugins  # noqa: E402  # what is not installed has its stand-in now
 from sglang.srt.hardware_backend.npu.graph_runner import npu_graph_runner  # noqa: E402
-from sglang.srt.layers.activation import SiluAndMul  # noqa: E402
 from sglang.srt.layers import layernorm  # noqa: E402
+from sglang.srt.layers.activation import SiluAndMul  # noqa: E402
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm  # noqa: E402
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod  # noqa: E402
 from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
