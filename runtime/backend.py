@@ -317,7 +317,7 @@ def _compile(
 
 
 def _boxed_call(function: Compiled) -> Compiled:
-    """A function as AOTAutograd calls it: with a list that it may empty, so that inputs die as soon as they are used."""
+    """As AOTAutograd calls it: with a list that it may empty, so that inputs die as soon as they are used."""
     boxed: Compiled = make_boxed_func(function)
     return boxed
 
