@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from ..options import Options
@@ -17,7 +18,7 @@ from ..target import Target
 SWITCH = "NPU_FUSE"
 SETTINGS = "NPU_FUSE_OPTIONS"
 
-__all__ = ["SETTINGS", "SWITCH", "enabled", "options"]
+__all__ = ["SETTINGS", "SWITCH", "enabled", "options", "told"]
 
 _log = logging.getLogger("npu_fuse")
 
@@ -52,6 +53,14 @@ def options() -> Options:
         return Options.of(_settings(text))
     except (TypeError, ValueError) as error:  # a value of a wrong type is told by whatever meets it first
         raise ValueError(f"{SETTINGS}: {error}") from error
+
+
+def told(settings: Options) -> str:
+    """The settings that differ from the defaults, the same in every process."""
+    given = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    changed = {name: value for name, value in given.items() if value != getattr(Options(), name)}
+    texts = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in changed.items()}
+    return ", ".join(f"{name}={value!r}" for name, value in texts.items()) or "default options"
 
 
 def _settings(text: str) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ import logging
 import pkgutil
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,9 +26,8 @@ from ..backend import Backend
 from ..ops import CONTRACTS
 from ..ops.register import register
 from ..ops.sgl_kernel import SglFunction
-from ..options import Options
 from ..target import Target, package_version
-from .environment import enabled, options
+from .environment import enabled, options, told
 
 __all__ = ["plug_in"]
 
@@ -95,15 +94,8 @@ def _backend() -> Backend:
     register(target)
     _call_ops()
     versions = f"npu_fuse {package_version('npu_fuse')} is on in SGLang {package_version('sglang')}"
-    _log.info("%s, for %s (%s), with %s", versions, target.soc, target.device, _told(settings))
+    _log.info("%s, for %s (%s), with %s", versions, target.soc, target.device, told(settings))
     return Backend(settings)
-
-
-def _told(settings: Options) -> str:
-    """The settings that differ from the defaults."""
-    given = {f.name: getattr(settings, f.name) for f in fields(settings)}
-    changed = [f"{name}={value!r}" for name, value in given.items() if value != getattr(Options(), name)]
-    return ", ".join(changed) or "default options"
 
 
 def _call_ops() -> None:
