@@ -85,6 +85,7 @@ def _shown(argument: Any) -> Any:
     return repr(shown) if isinstance(shown, str) else shown
 
 
+_INSTALLED = re.compile(r"^.*site-packages.")
 _ASSIGNED = re.compile(r"\s+(\w+) = ")
 
 
@@ -109,7 +110,8 @@ def script(module: fx.GraphModule, title: str) -> str:
         assigned = _ASSIGNED.match(text)
         node = nodes.get(assigned[1]) if assigned else None
         if node is not None and node.op == "call_function":
-            origin = "  ".join(part for part in (values.module_path(node), values.source_line(node)) if part)
+            place = _INSTALLED.sub("", values.source_line(node) or "")
+            origin = "  ".join(part for part in (values.module_path(node), place) if part)
             if origin and origin != written:
                 body.append(f"        # {origin}")
                 written = origin
