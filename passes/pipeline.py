@@ -1,6 +1,7 @@
 """The flow of a graph, on one screen.
 
-Dynamo graph → prepare → AOTAutograd → recognise → free encoders → fuse → put back in place → restore → cleanup → runs
+Dynamo graph → prepare → AOTAutograd → merge repeated projections → recognise → free encoders → fuse →
+put back in place → restore → cleanup → runs
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..patterns.match import Findings, RuleError
 from ..runtime.declarations import Declarations
 from ..runtime.ops import CONTRACTS, OpContract
 from ..runtime.ops.host_attention import HOST_ATTENTION
-from ..runtime.options import ENCODER_ONLY, IN_PLACE, Options
+from ..runtime.options import ENCODER_ONLY, IN_PLACE, REPEATED, Options
 from ..runtime.target import Target
 from .cleanup import cleanup
 from .encoder_only import Outcome, free
@@ -29,6 +30,7 @@ from .launches import count_bytes, count_launches
 from .lowering import LOWERINGS, Lowering
 from .preserve import preserve, restore
 from .ranges import add_ranges
+from .repeated import merge
 from .report import Report, Site
 from .rewriter import Rewriter
 from .rewrites import Rewrites
@@ -49,6 +51,7 @@ class Flow:
         rules: what is recognised.
         lowerings: how each kind is rewritten, the largest first.
         contracts: the fused ops, by name.
+        merge: computes equal projections once.
         free: frees layers that declare themselves bidirectional.
         put_back: puts writes back in place.
         cleanup: takes out what is dead.
@@ -57,6 +60,7 @@ class Flow:
     rules: Sequence[Rule] = RULES
     lowerings: Mapping[str, Lowering] = field(default_factory=lambda: LOWERINGS)
     contracts: Mapping[str, OpContract] = field(default_factory=lambda: CONTRACTS)
+    merge: Callable[..., list[Site]] = merge
     free: Callable[..., list[Outcome]] = free
     put_back: Callable[[Rewriter], list[Site]] = put_back
     cleanup: Callable[[fx.GraphModule], None] = cleanup
@@ -130,11 +134,6 @@ def optimise(
     dump.stage("aot", module)
     report = Report(launches_before=count_launches(module.graph), bytes_before=count_bytes(module.graph))
     report.left_out = {str(part): traceback for part, traceback in withheld.parts.items()}
-    rules = [rule for rule in flow.rules if Part(RECOGNISE, rule.kind) not in withheld.parts]
-    findings = Findings()
-    if withheld.allows(RECOGNISE):
-        with _part(report, RECOGNISE):
-            findings = recognise(module.graph, rules)
     rewriter = Rewriter(
         module,
         target,
@@ -142,6 +141,14 @@ def optimise(
         pack_weights=options.pack_weights,
         numerics=options.numerics,
     )
+    if withheld.allows(REPEATED):
+        with _part(report, REPEATED):
+            report.sites += flow.merge(rewriter, disabled=REPEATED in options.disable)
+    rules = [rule for rule in flow.rules if Part(RECOGNISE, rule.kind) not in withheld.parts]
+    findings = Findings()
+    if withheld.allows(RECOGNISE):
+        with _part(report, RECOGNISE):
+            findings = recognise(module.graph, rules)
     if withheld.allows(ENCODER_ONLY):
         with _part(report, ENCODER_ONLY):
             encoders = flow.free(rewriter, findings, declarations, disabled=ENCODER_ONLY in options.disable)
@@ -150,7 +157,7 @@ def optimise(
                 findings = recognise(module.graph, rules)
             for encoder in encoders:
                 encoder.tell(findings)
-            report.sites = [encoder.site for encoder in encoders]
+            report.sites += [encoder.site for encoder in encoders]
     dump.stage(ENCODER_ONLY, module)
     rewriter.rewrites = Rewrites(module) if options.verify is not None else None
     if withheld.allows(FUSE):

@@ -17,7 +17,8 @@ Numerics = Literal["fused", "exact"]
 
 IN_PLACE = "in_place"
 ENCODER_ONLY = "encoder_only"
-_KINDS = (*KINDS, IN_PLACE, ENCODER_ONLY)
+REPEATED = "repeated_projection"
+_KINDS = (*KINDS, IN_PLACE, ENCODER_ONLY, REPEATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class Options:
     Args:
         disable: kinds of fusion that are left alone, such as `{"qkv"}`. Their sites are recognised and reported still.
             "in_place" leaves writes into buffers as the copies that AOTAutograd makes of them; "encoder_only" leaves
-            layers causal that declare themselves bidirectional.
+            layers causal that declare themselves bidirectional; "repeated_projection" computes what a model projects
+            twice, twice.
         numerics: "fused" lets an op round elsewhere than the model does, as the report notes it; "exact" refuses such a
             fusion, so that what is fused gives the bits of the model, but for the order in which a kernel sums.
         pack_weights: let separate projections of one input (q, k, v; gate, up) share one storage and one matmul.

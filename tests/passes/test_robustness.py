@@ -155,6 +155,7 @@ def test_a_lowering_that_leaves_no_whole_graph_is_undone() -> None:
 @pytest.mark.parametrize(
     ("name", "seam", "left"),
     [
+        ("repeated_projection", "merge", ALL),
         ("encoder_only", "free", ALL),
         ("in_place", "put_back", ALL | {"in_place": 0}),
         ("cleanup", "cleanup", ALL),
