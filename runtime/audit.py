@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ class Audit:
         op: the op's name.
         declared: the arguments that it writes by its schema, or as `register_side_effects` was told.
         mutated: those that it wrote.
-        returned: results that share memory with an argument, by position.
+        returned: results that are an argument, by position.
+        views: results that lie in the memory of an argument in another way: a part of it, or its axes turned.
         outside: arguments of whose storage it wrote what they don't cover: gaps between rows, or beyond the end.
     """
 
@@ -31,6 +32,7 @@ class Audit:
     declared: tuple[str, ...]
     mutated: tuple[str, ...]
     returned: Mapping[int, str]
+    views: Mapping[int, str]
     outside: tuple[str, ...]
 
     @property
@@ -41,15 +43,18 @@ class Audit:
     def __str__(self) -> str:
         lines = [f"{self.op} wrote {', '.join(self.mutated) or 'none of its arguments'}."]
         if self.undeclared:
+            said = f"It doesn't say so of {', '.join(self.undeclared)}"
             returns = f", returns={dict(self.returned)}" if self.returned else ""
-            lines.append(
-                f"It doesn't say so of {', '.join(self.undeclared)}:"
-                f" npu_fuse.register_side_effects({self.op!r}, mutates={list(self.mutated)}{returns})"
-            )
+            remedy = f"npu_fuse.register_side_effects({self.op!r}, mutates={list(self.mutated)}{returns})"
+            lines.append(f"{said}: {remedy}" if "::" in self.op else f"{said}.")  # what is no op can't be registered
         unseen = [name for name in self.declared if name not in self.mutated]
         if unseen:
             lines.append(f"It declares to write {', '.join(unseen)}, and left it as it was in this call.")
-        lines += [f"Result {place} lies in the memory of {name}." for place, name in self.returned.items()]
+        lines += [f"Result {place} is {name} itself." for place, name in self.returned.items()]
+        lines += [
+            f"Result {place} lies in the memory of {name}, and a graph takes it for a tensor of its own: give a copy."
+            for place, name in self.views.items()
+        ]
         lines += [f"It wrote beside {name}, into memory that the argument doesn't cover." for name in self.outside]
         return "\n".join(lines)
 
@@ -77,21 +82,40 @@ def audit(op: str | OpOverload | OpOverloadPacket | Callable[..., Any], /, *args
     positional = [next(leaves) for _ in args]
     with torch.no_grad():
         results = call(*positional, **{name: copies[name] for name in kwargs})
-    pairs = {name: list(zip(_tensors(before[name]), _tensors(copies[name]), strict=True)) for name in given}
     results = results if isinstance(results, tuple) else (results,)
+    returned = {place: name for place, result in enumerate(results) if (name := _argument(result, copies)) is not None}
     owners = {t.untyped_storage().data_ptr(): name for name, value in copies.items() for t in _tensors(value)}
+    pairs = {name: (_tensors(before[name]), _tensors(copies[name])) for name in given}
     return Audit(
         op=_name(call),
         declared=writes(call),
-        mutated=tuple(name for name, found in pairs.items() if any(_changed(a, b) for a, b in found)),
-        returned={
+        mutated=tuple(name for name, (a, b) in pairs.items() if len(a) != len(b) or any(map(_changed, a, b))),
+        returned=returned,
+        views={
             place: owners[tensor.untyped_storage().data_ptr()]
             for place, result in enumerate(results)
             for tensor in _tensors(result)
-            if tensor.numel() and tensor.untyped_storage().data_ptr() in owners
+            if place not in returned and tensor.numel() and tensor.untyped_storage().data_ptr() in owners
         },
-        outside=tuple(name for name, found in pairs.items() if any(_changed_beside(a, b) for a, b in found)),
+        outside=tuple(name for name, found in pairs.items() if any(map(_changed_beside, *found))),
     )
+
+
+def _argument(result: object, arguments: Mapping[str, object]) -> str | None:
+    """The argument that a result is; one of the tensors in a list is none."""
+    if not isinstance(result, torch.Tensor) or not result.numel():
+        return None
+    return next((name for name, given in arguments.items() if _is_same(result, given)), None)
+
+
+def _is_same(result: torch.Tensor, given: object) -> bool:
+    return isinstance(given, torch.Tensor) and result.dtype == given.dtype and _lies(result) == _lies(given)
+
+
+def _lies(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where a tensor lies."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes(), tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def _name(call: Callable[..., Any]) -> str:
@@ -105,9 +129,16 @@ def _named(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     if isinstance(call, OpOverload):
         names = [argument.name for argument in call._schema.arguments]
     else:
-        names = list(inspect.signature(call).parameters)
+        names = list(_parameters(call))
     names += [f"argument {i}" for i in range(len(names), len(args))]  # of *args
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _parameters(call: Callable[..., Any]) -> Iterable[str]:
+    try:
+        return inspect.signature(call).parameters
+    except ValueError:  # a function of C has no signature
+        return ()
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,13 +155,15 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _changed(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether an element has other bits."""
+    """Whether an element has other bits, or there are other elements."""
     a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (before, after))
     return not torch.equal(a, b)
 
 
 def _changed_beside(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether memory of the storage that is no element has other bits."""
+    """Whether memory of the storage that is no element has other bits; what is resized has another storage."""
+    if _lies(before)[1:] != _lies(after)[1:]:
+        return False
     a, b = (torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in (before, after))
     changed = a != b
     count = len(changed) // after.itemsize

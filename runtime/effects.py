@@ -58,8 +58,9 @@ def register_side_effects(
         returns: results that are arguments themselves, such as `{0: "cache"}`.
 
     Raises:
-        ValueError: there is no such op; it has no such argument or result; the argument is no tensor; the op has
-            several overloads and none is named; or it is registered with other effects.
+        ValueError: there is no such op; it has no such argument or result; the argument is no tensor, or one to be
+            given back is a list; the op has several overloads and none is named; or it is registered with other
+            effects.
     """
     overload = overload_of(op)
     arguments = {argument.name: argument for argument in overload._schema.arguments}
@@ -68,7 +69,9 @@ def register_side_effects(
             raise ValueError(f"{_WHO}: {overload} has no argument {name!r}; it has {', '.join(arguments)}")
         if "Tensor" not in str(arguments[name].type):
             raise ValueError(f"{_WHO}: {name!r} of {overload} is {arguments[name].type}, not a tensor")
-    for place in returns:
+    for place, name in returns.items():
+        if "List" in str(arguments[name].type):
+            raise ValueError(f"{_WHO}: {name!r} of {overload} is a list of tensors, which result {place} can't be")
         if place not in range(len(overload._schema.returns)):
             raise ValueError(f"{_WHO}: {overload} has no result {place}: {overload._schema}")
     for place, result in enumerate(overload._schema.returns):

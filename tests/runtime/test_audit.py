@@ -22,6 +22,15 @@ def _quietly(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
+def _give_a_part(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    cache.add_(x)
+    return cache[1:]
+
+
+def _give_one_of(x: torch.Tensor, caches: list[torch.Tensor]) -> torch.Tensor:
+    return caches[0].add_(x)
+
+
 @pytest.fixture(autouse=True)
 def _ops() -> Iterator[None]:
     with torch.library._scoped_library("npu_fuse_test_audit", "FRAGMENT") as library:
@@ -29,6 +38,8 @@ def _ops() -> Iterator[None]:
             ("store(Tensor x, Tensor(a!) cache, Tensor state) -> (Tensor, Tensor)", _store),
             ("store_rows(Tensor x, Tensor[] caches) -> ()", _store_rows),
             ("quietly(Tensor x, Tensor(a!) cache) -> Tensor", _quietly),
+            ("give_a_part(Tensor x, Tensor cache) -> Tensor", _give_a_part),
+            ("give_one_of(Tensor x, Tensor[] caches) -> Tensor", _give_one_of),
         ):
             library.define(schema)
             library.impl(schema.partition("(")[0], run, "CompositeExplicitAutograd")
@@ -43,6 +54,32 @@ def test_an_undeclared_write_is_found_and_the_remedy_named() -> None:
     text = str(found)
     assert "register_side_effects('npu_fuse_test_audit::store', mutates=['state'], returns={0: 'state'})" in text
     assert "declares to write cache, and left it as it was" in text
+
+
+@pytest.mark.parametrize(("op", "caches"), [("give_a_part", False), ("give_one_of", True)])
+def test_a_result_in_the_memory_of_an_argument_is_not_that_argument(op: str, caches: bool) -> None:
+    """Registered as that, a graph would go on with the whole of it."""
+    cache = torch.randn(3)
+    found = npu_fuse.audit(f"npu_fuse_test_audit::{op}", torch.ones(3), [cache] if caches else cache)
+    name = "caches" if caches else "cache"
+    assert (found.mutated, found.returned, found.views) == ((name,), {}, {0: name})
+    assert f"register_side_effects('npu_fuse_test_audit::{op}', mutates=['{name}'])" in str(found)
+    assert f"Result 0 lies in the memory of {name}, and a graph takes it for a tensor of its own" in str(found)
+
+
+def test_what_changes_its_size_is_written() -> None:
+    def op(x: torch.Tensor, out: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        kept.append(x)
+        return out.resize_(x.shape).copy_(x)
+
+    found = npu_fuse.audit(op, torch.randn(8), torch.randn(2), [torch.randn(2)])
+    assert (found.mutated, found.outside, found.returned) == (("out", "kept"), (), {0: "out"})
+    assert "register_side_effects" not in str(found)  # it is no op
+
+
+def test_a_function_of_torch_has_no_names_for_its_arguments() -> None:
+    assert npu_fuse.audit(torch.add, torch.ones(2), torch.ones(2), out=torch.zeros(2)).mutated == ("out",)
+    assert npu_fuse.audit(torch.Tensor.add_, torch.ones(2), torch.ones(2)).mutated == ("argument 0",)
 
 
 def test_the_arguments_are_left_as_they_were() -> None:

@@ -97,12 +97,15 @@ def test_a_second_registration_is_the_same_or_an_error(define) -> None:
 def test_mistakes_are_named(define) -> None:
     op = define("(Tensor x, int n) -> Tensor", lambda x, n: x.clone())
     aliased = define("(Tensor(a!) x) -> Tensor(a!)", lambda x: x)
+    lists = define("(Tensor[] xs) -> Tensor", lambda xs: xs[0])
     with pytest.raises(ValueError, match="no argument 'state'; it has x, n"):
         npu_fuse.register_side_effects(op, mutates=["state"])
     with pytest.raises(ValueError, match=r"'n' of .* is int, not a tensor"):
         npu_fuse.register_side_effects(op, mutates=["n"])
     with pytest.raises(ValueError, match="no result 1"):
         npu_fuse.register_side_effects(op, mutates=["x"], returns={1: "x"})
+    with pytest.raises(ValueError, match=r"'xs' of .* is a list of tensors, which result 0 can't be"):
+        npu_fuse.register_side_effects(lists, mutates=["xs"], returns={0: "xs"})
     with pytest.raises(ValueError, match=r"result 0 of .* is an argument"):
         npu_fuse.register_side_effects(aliased, mutates=["x"])
     with pytest.raises(ValueError, match="no op 'npu_fuse_test_effects::nothing'"):
