@@ -44,6 +44,7 @@ class Copies:
                 self._add_pads(spec, buffer, value.shape, poisoned)
             elif spec.host is not None and value is not None:
                 self._lists.append((name, spec.host, int(spec.pad), len(statics[name])))
+        self.has_lists = bool(self._lists)
         self._all_targets = self.targets + self._pad_targets
 
     def _add_pads(self, spec: InputSpec, buffer: torch.Tensor, shape: Sequence[int], poisoned: bool) -> None:

@@ -13,21 +13,25 @@ _VALUES = (int, str, bytes, type(None), range, torch.dtype, torch.device, torch.
 
 
 def plan_key(shapes: Shapes, arguments: Mapping[str, Any], surroundings: Hashable) -> Hashable:
-    """Equal for calls that are served alike: the shapes, types and devices of tensors, the values of all else."""
+    """Equal for calls that are served alike: what its spec asks of a tensor, the values of all else."""
     parts: list[Any] = [surroundings]
     specs = shapes.specs
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
             spec = specs.get(name)
-            if spec is not None and spec.static:
-                parts.append((name, value.data_ptr(), value.shape, value.stride(), value.dtype))
-            else:
-                order = shapes.order(name, value) if spec is not None else None
-                parts.append((name, value.shape, value.dtype, value.device, order))
+            parts += (name, value.shape, value.dtype)
+            if spec is None:
+                continue
+            if spec.static:
+                parts += (value.const_data_ptr(), value.stride())
+            if spec.static or not spec.convert:
+                parts.append(value.device)
+            if spec.keep_order:
+                parts.append(shapes.order(name, value))
         elif name in specs and specs[name].host is not None and value is not None:
-            parts.append((name, len(value)))
+            parts += (name, len(value))
         else:
-            parts.append((name, constant(value)))
+            parts += (name, constant(value))
     return tuple(parts)
 
 

@@ -111,7 +111,7 @@ class Outputs:
                 if i in self._copied:
                     leaf = leaf.clone()
             given.append(leaf)
-        return tree_unflatten(given, self._structure)
+        return given[0] if self._structure.is_leaf() else tree_unflatten(given, self._structure)
 
     def poison(self, fill: Callable[[torch.Tensor], Any]) -> None:
         """Fills the graph's own outputs."""

@@ -36,6 +36,8 @@ from .spec import InputSpec, Shapes, Sizes
 from .stats import Forecast, Memory, Stats
 
 _MAX_PLANS = 4096
+_count_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.maybe_current_level
 
 
 def is_capturing() -> bool:
@@ -176,7 +178,8 @@ class GraphRunner:
             entry.outputs.poison(poison.poison)
         copies.load(arguments)
         self.stats.moved_outputs += entry.outputs.release()  # after the copies: an output may come back as an input
-        entry.graph.update(copies.lists(arguments))
+        if copies.has_lists:
+            entry.graph.update(copies.lists(arguments))
         entry.graph.replay()
         for name, target in plan.written:
             arguments[name].copy_(target)
@@ -472,13 +475,13 @@ class GraphRunner:
 
 def _is_traced() -> bool:
     """Whether somebody sees or rewrites this thread's ops, of which a replay has none: a capture around, a tracer."""
-    if any(isinstance(mode, Recorder) or mode.is_infra_mode() for mode in _modes()):
+    if _functorch_level() is not None:
         return True
-    return torch._C._functorch.maybe_current_level() is not None
+    return bool(_count_modes()) and any(isinstance(mode, Recorder) or mode.is_infra_mode() for mode in _modes())
 
 
 def _modes() -> Iterator[Any]:
-    return map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    return map(torch._C._get_dispatch_stack_at, range(_count_modes()))
 
 
 def _uncached_casts(device: torch.device) -> AbstractContextManager[Any]:

@@ -45,7 +45,7 @@ class Watch:
         self._lengths: list[tuple[Any, int]] = []
         self._attributes: list[tuple[Any, str, Any]] = []
         self._tensors: list[torch.Tensor] = []
-        self._addresses: list[int] = []
+        self._addresses: tuple[int, ...] = ()
 
     def add(self, roots: Sequence[Any], keys: Collection[int]) -> None:
         """Watches these storages too.
@@ -64,7 +64,7 @@ class Watch:
         self._roots = list(map(id, roots))
         reach = Reach(roots, self._keys)
         self._tensors = reach.tensors
-        self._addresses = list(map(address, self._tensors))
+        self._addresses = tuple(map(address, self._tensors))
         tables: dict[int, _Table] = {}
         lists: dict[int, list[Any] | deque[Any]] = {}
         for step in reach.steps():
@@ -110,7 +110,7 @@ class Watch:
                     return True
         except (LookupError, AttributeError, ValueError):  # a name is gone
             return True
-        return list(map(address, self._tensors)) != self._addresses
+        return tuple(map(address, self._tensors)) != self._addresses
 
     def _replaced(self) -> bool:
         """Whether a write to a dict replaced what leads to a tensor."""
