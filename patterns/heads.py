@@ -53,25 +53,21 @@ class Heads:
         return self.every(self.head_dim)
 
 
-    def cut(self, head_dim: int) -> Heads | None:
-        """The same columns as shorter heads that have no axis of their own; None where these don't divide them."""
-        if self.head_dim % head_dim or self.num_heads > 1:
-            return None
-        return Heads(tuple(range(self.starts[0], self.starts[0] + self.width, head_dim)), head_dim, self.roles)
-
-
-def heads(base: fx.Node, path: Sequence[fx.Node], *, in_rows: bool = False) -> Heads | None:
+def heads(
+    base: fx.Node, path: Sequence[fx.Node], *, in_rows: bool = False, head_dim: int | None = None
+) -> Heads | None:
     """Reads a path of movement from `base` as a view of heads.
 
     Args:
         base: the source.
         path: from it up.
         in_rows: whether tokens and heads may share an axis, a row for each head of each token.
+        head_dim: the length of heads that lie side by side in the last axis; None where that is one head.
 
     Returns:
         None where it is none, or not for all sizes the same.
     """
-    found = {_heads(base, path, Sizes(i), in_rows) for i in range(Sizes.COUNT)}
+    found = {_heads(base, path, Sizes(i), in_rows, head_dim) for i in range(Sizes.COUNT)}
     return found.pop() if len(found) == 1 else None
 
 
@@ -127,14 +123,21 @@ def _run(node: fx.Node, value: torch.Tensor, sizes: Sizes) -> Any:
         return None  # not to be strided over the source, or not with these sizes
 
 
-def _heads(base: fx.Node, path: Sequence[fx.Node], sizes: Sizes, in_rows: bool) -> Heads | None:
+def _heads(
+    base: fx.Node, path: Sequence[fx.Node], sizes: Sizes, in_rows: bool, side_by_side: int | None
+) -> Heads | None:
     rows = _rows(base, path, sizes)
     if rows is None or not rows.view.dim():
         return None
-    *shape, head_dim = rows.view.shape
-    *strides, step = rows.view.stride()
+    view = rows.view
+    if side_by_side is not None:
+        if view.shape[-1] % side_by_side:
+            return None
+        view = view.unflatten(-1, (-1, side_by_side))
+    *shape, head_dim = view.shape
+    *strides, step = view.stride()
     roles: list[Role] = []
-    starts = [rows.view.storage_offset()]
+    starts = [view.storage_offset()]
     axes = _token_axes(rows.leading, len(rows.columns))
     for size, stride in zip(shape, strides, strict=True):
         if size == 1:
@@ -151,6 +154,8 @@ def _heads(base: fx.Node, path: Sequence[fx.Node], sizes: Sizes, in_rows: bool) 
     if not _complete(roles, rows.leading) or not 0 <= max(*starts, *ends) < len(rows.columns):
         return None
     found = [[rows.columns[start + i * step] for i in range(head_dim)] for start in starts]
+    if side_by_side is not None and roles.pop() not in ("head", "unit"):  # they have no axis of their own
+        return None
     in_order = all(columns == list(range(columns[0], columns[0] + head_dim)) for columns in found)
     once = len(set().union(*found)) == len(found) * head_dim
     return Heads(tuple(columns[0] for columns in found), head_dim, (*roles, "dim")) if in_order and once else None

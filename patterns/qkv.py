@@ -208,10 +208,9 @@ def _projections(a: _Strand, b: _Strand) -> tuple[Linear, Linear] | None:
 
 def _head(strand: _Strand) -> Head | str:
     """How a strand is cut into heads, or why that can't be said."""
-    layout = heads(strand.base, _movement_only(strand.path))
-    if layout is not None and strand.is_called:
-        assert isinstance(strand.rope.params, Rope)
-        layout = layout.cut(strand.rope.params.head_dim)
+    assert isinstance(strand.rope.params, Rope)
+    side_by_side = strand.rope.params.head_dim if strand.is_called else None
+    layout = heads(strand.base, _movement_only(strand.path), head_dim=side_by_side)
     if layout is None:
         return "its heads are no plain cut of the projection's columns"
     if strand.norm is None:

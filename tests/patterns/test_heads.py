@@ -186,10 +186,18 @@ def test_tokens_and_heads_in_one_axis_are_rows(name: str, dynamic: bool) -> None
 
 
 def test_heads_side_by_side_are_cut() -> None:
-    flat = read(lambda x: x[..., 32:48], B, S, WIDTH)
-    assert flat.cut(D) == Heads(block(32, K), D, (0, 1, "dim"))
-    assert flat.cut(D - 1) is None
-    assert read(lambda x: x.view(B, S, -1, D), B, S, WIDTH).cut(D // 2) is None
+    def cut(taken: Cut, head_dim: int) -> Heads | None:
+        return heads(*movement(taken, B, S, WIDTH), head_dim=head_dim)
+
+    assert cut(lambda x: x[..., 32:48], D) == Heads(block(32, K), D, (0, 1, "dim"))
+    assert cut(lambda x: x[..., 32:40].unsqueeze(1), D) == Heads((32,), D, (0, "unit", 1, "dim"))
+    gates = cut(lambda x: x.view(B, S, Q, 2 * D).chunk(2, -1)[1].reshape(B, S, -1), D)
+    assert gates == Heads((8, 24, 40, 56), D, (0, 1, "dim"))
+    assert cut(lambda x: x[..., 32:48].reshape(B * S, 16), D) == Heads(block(32, K), D, ("tokens", "dim"))
+    assert cut(lambda x: x[..., 32:48], D - 1) is None
+    assert cut(lambda x: x.view(-1), WIDTH) is None  # tokens lie side by side
+    assert cut(lambda x: x.view(B, S, Q, 2 * D).chunk(2, -1)[1].reshape(B, S, -1), 2 * D) is None
+    assert cut(lambda x: x.view(B, S, D, -1).transpose(-1, -2).flatten(-2), D) is None
 
 
 def test_a_batch_that_is_the_sequence_is_told_from_it() -> None:

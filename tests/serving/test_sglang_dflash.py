@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang_draft import BLOCK, LAYERS, MOST, VOCABULARY, WIDTH, draft, gemma_attention, natively, on_npu
-from sglang_on_cpu import dflash, layernorm, rotary_embedding
+from sglang_models import (
+    BLOCK,
+    LAYERS,
+    MOST,
+    VOCABULARY,
+    WIDTH,
+    call_npu_ops,
+    draft,
+    gemma_attention,
+    natively,
+    on_npu,
+)
+from sglang_on_cpu import dflash
 from torch import nn
 
 from npu_fuse import Backend, GraphRunner, InputSpec
-from npu_fuse.runtime.ops.register import register
-from npu_fuse.runtime.target import Target
 
 Tensor = torch.Tensor
 PROLOGUE = "sgl_kernel_npu::split_qkv_rmsnorm_rope"
@@ -133,13 +141,7 @@ def test_keys_of_hidden_states_need_no_query() -> None:
 @pytest.fixture
 def npu(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's paths for an NPU, and the ops that they call."""
-    register(Target())
-    names = ("npu_rms_norm", "npu_gemma_rms_norm", "npu_add_rms_norm", "npu_mrope")
-    torch_npu = SimpleNamespace(**{name: getattr(torch.ops.npu, name) for name in names})
-    for module in (layernorm, rotary_embedding):
-        monkeypatch.setattr(module, "torch_npu", torch_npu, raising=False)
-    monkeypatch.setattr(layernorm, "npu_gemma_rms_norm", torch_npu.npu_gemma_rms_norm, raising=False)
-    monkeypatch.setattr(rotary_embedding, "fused_rope_qk_mqa", None, raising=False)
+    call_npu_ops(monkeypatch)
     monkeypatch.setattr(dflash, "_is_npu", True)
     function = torch.ops.sgl_kernel_npu.split_qkv_rmsnorm_rope.default  # as the plug-in hooks it
     monkeypatch.setattr(dflash, "split_qkv_rmsnorm_rope", function, raising=False)

@@ -1,7 +1,13 @@
-"""A small DFlash draft of SGLang's own modules, built without the process groups that their constructors ask for."""
+"""Small models of SGLang's own modules: a DFlash draft, attention of Qwen3-Next.
+
+They are built without their constructors, which ask for process groups.
+"""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from sglang_on_cpu import (
     AttentionType,
@@ -11,9 +17,15 @@ from sglang_on_cpu import (
     SiluAndMul,
     UnquantizedLinearMethod,
     dflash,
+    layernorm,
+    qwen3_next,
+    rotary_embedding,
 )
 from torch import nn
 from torch.nn import functional
+
+from npu_fuse.runtime.ops.register import register
+from npu_fuse.runtime.target import Target
 
 WIDTH, HEADS, KV_HEADS, D, BLOCK, WINDOW, VOCABULARY, MOST = 64, 4, 2, 32, 4, 2, 50, 64
 EPS = 1e-6
@@ -119,6 +131,17 @@ def on_npu(model: nn.Module) -> nn.Module:
     return model
 
 
+def call_npu_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets SGLang's files find the ops of torch_npu, and not the optional kernel that turns one shared key."""
+    register(Target())
+    names = ("npu_rms_norm", "npu_gemma_rms_norm", "npu_add_rms_norm", "npu_mrope")
+    torch_npu = SimpleNamespace(**{name: getattr(torch.ops.npu, name) for name in names})
+    for module in (layernorm, rotary_embedding):
+        monkeypatch.setattr(module, "torch_npu", torch_npu, raising=False)
+    monkeypatch.setattr(layernorm, "npu_gemma_rms_norm", torch_npu.npu_gemma_rms_norm, raising=False)
+    monkeypatch.setattr(rotary_embedding, "fused_rope_qk_mqa", None, raising=False)
+
+
 def gemma_attention() -> nn.Module:
     """One causal DFlashAttention with Gemma's norms, its parameters the same each time."""
     torch.manual_seed(0)
@@ -128,3 +151,20 @@ def gemma_attention() -> nn.Module:
     for norm in (layer.q_norm, layer.k_norm):
         nn.init.uniform_(norm.weight, -0.5, 0.5)
     return layer.requires_grad_(False)
+
+
+def gated_attention(dtype: torch.dtype) -> nn.Module:
+    """One layer of full attention of Qwen3-Next: a gate behind each head of q, half of each head is turned."""
+    torch.manual_seed(0)
+    layer = _bare(qwen3_next.Qwen3HybridAttentionDecoderLayer)
+    layer.num_heads, layer.num_kv_heads, layer.head_dim = HEADS, KV_HEADS, D
+    layer.q_size, layer.kv_size = HEADS * D, KV_HEADS * D
+    layer.qkv_proj = Projection(WIDTH, 2 * (HEADS + KV_HEADS) * D, bias=False)
+    layer.o_proj = Projection(HEADS * D, WIDTH, bias=False)
+    layer.q_norm, layer.k_norm = (GemmaRMSNorm(D, eps=EPS) for _ in range(2))
+    for norm in (layer.q_norm, layer.k_norm):
+        nn.init.uniform_(norm.weight, -0.5, 0.5)
+    layer.rotary_emb = RotaryEmbedding(D, D // 2, MOST, 10000, True, dtype)
+    layer.attn_output_gate, layer.alt_stream = True, None
+    layer.attn = BlockAttention(0, CAUSAL, None, trusts=True)
+    return layer.to(dtype).requires_grad_(False)
