@@ -133,7 +133,9 @@ class _Forward:
         self._forward = forward
         self._captures = enabled.decode.options.graphs is not None
         self._prefill, self._decode = (
-            torch.compile(forward, backend=backend, isolate_recompiles=True, recompile_limit=_MOST_GRAPHS)
+            torch.compile(  # type: ignore[call-overload]  # its stubs lack two arguments
+                forward, backend=backend, isolate_recompiles=True, recompile_limit=_MOST_GRAPHS
+            )
             for backend in (enabled.prefill, enabled.decode)
         )
 

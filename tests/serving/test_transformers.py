@@ -116,10 +116,9 @@ def test_a_family_captured_and_replayed(name: str) -> None:
     assert [each.captures for each in stats] == [2] * len(stats)  # one for each cache
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
-def test_states_of_convolutions_are_moved_to_the_kernels_pool(name: str) -> None:
+def test_states_of_convolutions_are_moved_to_the_kernels_pool() -> None:
     """In bfloat16, in which the kernel takes them. Tokens are eager's here too."""
-    model = tiny(name, torch.bfloat16)
+    model = tiny("lfm2", torch.bfloat16)
     wanted = generate(model)
     with warnings.catch_warnings(), enable(model, strict=True) as on:
         warnings.simplefilter("error")  # such as one that states are copied
@@ -143,20 +142,11 @@ def embeddings(model: Any) -> Any:
     return generate(model, input_ids=None, inputs_embeds=model.get_input_embeddings()(given["input_ids"]))
 
 
-def chunks(model: Any) -> Any:
-    return generate(model, prefill_chunk_size=5)
-
-
 def configured(model: Any) -> Any:
     config = transformers.GenerationConfig(max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
     found = model.generate(padded()["input_ids"], config, attention_mask=padded()["attention_mask"])
     assert config.cache_implementation is None
     return found
-
-
-def looked_up(model: Any) -> Any:
-    ids = prompt(1)
-    return generate(model, input_ids=ids, attention_mask=torch.ones_like(ids), prompt_lookup_num_tokens=3)
 
 
 def conversation(cache: Any) -> Callable[[Any], Any]:
@@ -173,12 +163,11 @@ static_talk = conversation(lambda model: StaticCache(config=model.config, max_ca
 growing_talk = conversation(lambda model: DynamicCache(config=model.config))
 
 
-@pytest.mark.parametrize("settings", [{}, {"graphs": {}}], ids=["compiled", "captured"])
-def test_ways_to_call_it(settings: dict[str, Any]) -> None:
-    ways = (generate, samples, embeddings, configured, static_talk, growing_talk, beams, chunks, looked_up)
+def test_ways_to_call_it() -> None:
+    ways = (generate, samples, embeddings, configured, static_talk, growing_talk, beams)
     model = tiny("qwen3")
     wanted = [way(model) for way in ways]
-    with warnings.catch_warnings(), enable(model, strict=True, **settings) as on:
+    with warnings.catch_warnings(), enable(model, strict=True, graphs={}) as on:
         warnings.filterwarnings("ignore", ".*its caches or weights moved before each of 8 calls")  # by beam search
         for way, tokens in zip(ways, wanted, strict=True):
             assert torch.equal(way(model), tokens), way
@@ -186,8 +175,9 @@ def test_ways_to_call_it(settings: dict[str, Any]) -> None:
 
 
 def test_an_assistant() -> None:
-    model, assistant = tiny("qwen3", num_hidden_layers=2), tiny("qwen3")
-    ids = prompt(1)
+    model, assistant, ids = tiny("qwen3"), tiny("qwen3"), prompt(1)
+    with torch.no_grad():
+        assistant.lm_head.weight += 0.01 * torch.randn(assistant.lm_head.weight.shape)  # so that it errs at times
     arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "assistant_model": assistant}
     wanted = generate(model, **arguments)
     with enable(model, strict=True) as on, enable(assistant, strict=True) as beside:
@@ -196,21 +186,20 @@ def test_an_assistant() -> None:
     assert beside.report.ops[QKV]
 
 
-@pytest.mark.parametrize("settings", [{}, {"graphs": {}}], ids=["compiled", "captured"])
-def test_an_encoder_decoder(settings: dict[str, Any]) -> None:
+def test_an_encoder_decoder() -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1, "num_heads": 4}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.15)
     wanted = generate(model)
-    assert len(wanted[0].unique()) > 3  # no endless repetition
-    with enable(model, strict=True, **settings) as on:
+    assert len(wanted[:, 1:].unique()) > 3  # no endless repetition
+    with enable(model, strict=True, graphs={}) as on:
         for _ in range(2):
             assert torch.equal(generate(model), wanted)
     assert graphs(on) == (2, 1)
     assert on.prefill.reports[0].ops["npu::npu_rms_norm"] == 1  # of the encoder
-    assert [replayed.runner.stats.replays for replayed in on.decode.runners] == [14] * len(settings)
+    assert [replayed.runner.stats.replays for replayed in on.decode.runners] == [14]
 
 
 # On and off
