@@ -35,10 +35,13 @@ class DeviceBackend:
     @contextmanager
     def warm_up(self) -> Iterator[None]:
         """On the stream of the capture, as libraries keep a workspace for each stream."""
-        self._stream.wait_stream(self._module.current_stream())
-        with self._module.stream(self._stream):
-            yield
-        self._module.current_stream().wait_stream(self._stream)
+        current = self._module.current_stream()
+        self._stream.wait_stream(current)
+        try:
+            with self._module.stream(self._stream):
+                yield
+        finally:  # what a run that failed has written is put back on the current stream
+            current.wait_stream(self._stream)
 
     def _capturing(self, graph: Any) -> Any:
         return self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .record import address
 from .spec import Shapes
 
 _VALUES = (int, str, bytes, type(None), range, torch.dtype, torch.device, torch.memory_format)
@@ -23,7 +24,7 @@ def plan_key(shapes: Shapes, arguments: Mapping[str, Any], surroundings: Hashabl
             if spec is None:
                 continue
             if spec.static:
-                parts += (value.const_data_ptr(), value.stride())
+                parts += (address(value), value.stride())
             if spec.static or not spec.convert:
                 parts.append(value.device)
             if spec.keep_order:

@@ -36,6 +36,8 @@ _UNDECLARED = dict.fromkeys(
 _NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
+address = torch.Tensor.const_data_ptr  # type: ignore[attr-defined]  # (not in the stub) data_ptr makes a lazy copy real
+
 Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], int | torch.SymInt]
 
 

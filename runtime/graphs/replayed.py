@@ -16,9 +16,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_symbolic
 
 from .errors import CaptureError
 from .numbers import Apart
+from .record import address
 from .runner import GraphRunner
 from .spec import InputSpec
-from .watch import address
 
 _MOST_MOVES = 8
 

@@ -24,10 +24,8 @@ from typing import Any
 import torch
 
 from .reach import Reach
-from .record import storage_key
+from .record import address, storage_key
 from .versions import Versions
-
-address = torch.Tensor.const_data_ptr  # type: ignore[attr-defined]  # (not in the stub) data_ptr makes a lazy copy real
 
 
 class Watch:

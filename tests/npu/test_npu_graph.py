@@ -143,6 +143,20 @@ def test_a_parameter_that_moved_is_captured_anew(calls):
     assert (runner.stats.captures, runner.stats.recaptures) == (2, 1)
 
 
+def test_what_a_run_that_fails_has_written_is_put_back_after_it(calls, monkeypatch):
+    waiting = []
+    wait = torch.npu.Stream.wait_stream
+    monkeypatch.setattr(torch.npu.Stream, "wait_stream", lambda a, b: (waiting.append((a, b)), wait(a, b))[1])
+
+    def function(query, keys, lengths):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        GraphRunner(function, buckets=[2], inputs={"query": SPECS["query"]})(*call())
+    (side, current), *rest = waiting
+    assert (current, side) in rest
+
+
 def test_the_key_of_another_version_is_an_error(calls):
     specs = {**SPECS, "lengths": InputSpec("batch", host="actual_seq_kvlen")}
     with pytest.raises(CaptureError, match="npu_fused_infer_attention_score takes actual_seq_lengths"):
