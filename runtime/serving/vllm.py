@@ -191,8 +191,9 @@ def _in_one_mode(inputs: Sequence[Any]) -> list[Any]:
     mode = detect_fake_mode()
 
     def moved(value: Any) -> Any:
-        is_foreign = mode is not None and isinstance(value, FakeTensor) and value.fake_mode is not mode
-        return mode.from_tensor(value) if is_foreign else value
+        if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
+            return value
+        return mode.from_tensor(value)
 
     return list(map(moved, inputs))
 
