@@ -17,7 +17,7 @@ NPU := .venv-npu
 # And one more for the frameworks that serve models. They are installed without what they require, which for the most part
 # is kernels: the extra `serving` has what their Python files need to be imported.
 SERVING := .venv-serving
-FRAMEWORKS := sglang
+FRAMEWORKS := sglang vllm
 
 # Stand-ins for the CANN libraries. The loader reads LD_LIBRARY_PATH when a process starts, no later. Without a task queue,
 # a test that asks for a kernel (printing an npu tensor does) fails where it asks; with one, it hangs or dies later.
