@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from ...patterns import values
@@ -59,11 +60,19 @@ def lower_add(match: Match, edit: Edit) -> OpContract:
         raise Refused("its norm has a bias, a gate, groups or a scale before it")
     x1, x2 = (edit.current(match.inputs[name]) for name in ("x1", "x2"))
     refuse_rounded_sum(match)
-    _check_dtype(p, total)
-    if p.dtype.itemsize < 4:
-        edit.note(f"the op takes the statistics from the sum before it is rounded to {p.dtype}")
-        if p.weight and p.normed_dtype != p.dtype:
-            edit.note(f"the op rounds the normed x to {p.dtype} before the weight; the model does not")
+    rounded = _roundings(match, p, (x1, x2))
+    if rounded is None:
+        _check_dtype(p, total)
+        rounded = [total]
+        if p.dtype.itemsize < 4:
+            edit.note(f"the op takes the statistics from the sum before it is rounded to {p.dtype}")
+    else:
+        refuse_other_precision(p.dtype, *p.steps)
+        x1, x2 = map(values.strip_widening, (x1, x2))
+        if p.dtype == torch.float16:
+            edit.note("the op rounds the sum to torch.float16 before it norms it; the model does not")
+    if p.dtype.itemsize < 4 and p.weight and p.normed_dtype != p.dtype:
+        edit.note(f"the op rounds the normed x to {p.dtype} before the weight; the model does not")
     note_statistics(p, edit)
     x1, x2 = edit.contiguous(x1), edit.contiguous(x2)
     is_viewed = not values.same_shape(values.shape(total), values.shape(match.node))
@@ -72,9 +81,29 @@ def lower_add(match: Match, edit: Edit) -> OpContract:
         x1, x2 = (edit.view(x, edit.known_sizes(match.node)) for x in (x1, x2))
     added = edit.op(contract, x1=x1, x2=x2, gamma=gamma(match, x1, edit), epsilon=p.eps)
     new_total = edit.item(added, 2)
-    edit.replace(total, edit.view(new_total, shape) if is_viewed else new_total)
+    for node in rounded:
+        edit.replace(node, edit.view(new_total, shape) if is_viewed else new_total)
     edit.replace(match.node, edit.item(added, 0))
     return contract
+
+
+def _roundings(match: Match, p: RmsNorm, addends: tuple[fx.Node, fx.Node]) -> list[fx.Node] | None:
+    """What a sum is rounded to, where it is added, normed and never used in float32; None where it is not.
+
+    So SGLang's own norm adds: both addends have the type of the result, and are widened for the sum.
+
+    Raises:
+        Refused: the sum itself is used elsewhere.
+    """
+    total = match.inputs["sum"]
+    if values.dtype(total) != torch.float32 or p.dtype.itemsize > 2:
+        return None
+    if any(values.dtype(values.strip_widening(x)) != p.dtype for x in addends):
+        return None
+    others = [user for user in total.users if user not in match.claimed]
+    if not all(values.is_float_cast(user) and values.dtype(user) == p.dtype for user in others):
+        raise Refused(f"its sum is used in torch.float32 as well; the op gives it in {p.dtype}")
+    return others
 
 
 def refuse_rounded_sum(match: Match) -> None:

@@ -230,3 +230,71 @@ def test_a_soc_without_the_op_keeps_the_model() -> None:
     assert not found.report.ops
     assert "bfloat16" in found.report.sites[0].reason
     assert torch.equal(found.output, llama(x, w))
+
+
+def sglang(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum is normed in float32, and handed on rounded."""
+    total = x.float() + residual.float()
+    return (normed(total) * w).to(x.dtype), total.to(x.dtype)
+
+
+@pytest.mark.parametrize(("dtype", "roundings"), [(torch.bfloat16, 2), (torch.float16, 3)])
+def test_a_sum_in_float32_of_narrow_tensors_is_the_op_s(dtype: torch.dtype, roundings: int) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, 64, dtype=dtype) for _ in range(2)] + [torch.randn(64, dtype=dtype)]
+    found = compiled(sglang, *inputs)
+    assert found.report.ops == {"npu::npu_add_rms_norm": 1}
+    assert found.report.launches_after == 1
+    assert torch.equal(found.output[1], sglang(*inputs)[1])
+    x, residual, w = (x.double() for x in inputs)
+    truth = (x + residual) * ((x + residual).square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w
+    assert ((found.output[0] - truth).abs() <= 1.05 * roundings * torch.finfo(dtype).eps / 2 * truth.abs()).all()
+    (site,) = [site for site in found.report.sites if site.kind == "add_rms_norm"]
+    assert any("rounds the sum to torch.float16" in note for note in site.roundings) == (dtype == torch.float16)
+    assert not any("before it is rounded" in note for note in site.roundings)
+
+
+def test_layers_hand_their_sums_on() -> None:
+    x, residual, w = (torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16(), torch.randn(64).bfloat16())
+
+    def model(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(3):
+            x, residual = sglang(x, residual, w)
+            x = x.tanh()
+        return x, residual
+
+    found = compiled(model, x, residual, w)
+    assert found.report.ops == {"npu::npu_add_rms_norm": 3}
+    for ours, eager in zip(found.output, model(x, residual, w), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=0.05, atol=0.05)
+
+
+def used_wide(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    total = x.float() + residual.float()
+    return (normed(total) * w).to(x.dtype), total
+
+
+def of_two_types(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    total = x.float() + residual.to(torch.float16).float()
+    return (normed(total) * w).to(x.dtype), total.to(x.dtype)
+
+
+def kept_in_another_type(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    total = x.float() + residual.float()
+    return (normed(total) * w).to(x.dtype), total.to(torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (used_wide, "its sum is used in torch.float32 as well; the op gives it in torch.bfloat16"),
+        (kept_in_another_type, "its sum is used in torch.float32 as well; the op gives it in torch.bfloat16"),
+        (of_two_types, "its result is torch.bfloat16 for an x of torch.float32; the op gives the type of x"),
+    ],
+)
+def test_a_wide_sum_that_the_op_does_not_give_is_refused(function, reason: str) -> None:
+    inputs = (torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16(), torch.randn(64).bfloat16())
+    found = compiled(function, *inputs)
+    assert not found.report.ops
+    assert reason in [site.reason for site in found.report.sites if site.kind == "add_rms_norm"]
+    assert all(torch.equal(x, y) for x, y in zip(found.output, function(*inputs), strict=True))
