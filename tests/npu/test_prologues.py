@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch_npu
 
 import npu_fuse
 from npu.fake_npu import on_fake_npu
@@ -45,3 +46,34 @@ def test_the_op_of_both_layers(name: str) -> None:
     op, config = MODELS[name]
     model = build(name, torch.bfloat16, **config)
     assert on_fake_npu(fused_ops, model, torch.arange(16).reshape(2, 8))[op] == 2
+
+
+class Called(torch.nn.Module):
+    """A prologue as SGLang calls it on an NPU, by torch_npu's own functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = torch.nn.Linear(64, 512, bias=False)
+        self.q_weight, self.k_weight = (torch.nn.Parameter(torch.ones(64)) for _ in range(2))
+        self.register_buffer("cache", torch.ones(32, 64))
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v = self.projection(x).split([256, 128, 128], dim=-1)
+        q, k = (
+            torch_npu.npu_rms_norm(rows.reshape(-1, 64), weight, 1e-6)[0].view(rows.shape)
+            for rows, weight in ((q, self.q_weight), (k, self.k_weight))
+        )
+        rotated = torch_npu.npu_mrope(positions, q, k, self.cache, 64, mrope_section=[0, 0, 0], rotary_mode="half")
+        return *rotated, v
+
+
+def test_calls_of_torch_npu_become_the_op() -> None:
+    def ops(model: torch.nn.Module, x: torch.Tensor, positions: torch.Tensor) -> Counter[str]:
+        torch._dynamo.reset()
+        backend = npu_fuse.Backend(strict=True, target=TARGET)
+        torch.compile(model, backend=backend, fullgraph=True)(x, positions)
+        return backend.report.ops
+
+    tokens = torch.randn(5, 64, dtype=torch.bfloat16), torch.arange(5)
+    found = on_fake_npu(ops, Called().bfloat16(), *tokens)
+    assert found == {"sgl_kernel_npu::split_qkv_rmsnorm_rope_pos_cache_half_npu": 1}

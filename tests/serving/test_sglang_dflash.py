@@ -47,7 +47,7 @@ def inputs(blocks: int, seed: int = 0) -> dict[str, Tensor]:
 
 def compiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Backend, Callable[..., Any]]:
     torch._dynamo.reset()
-    backend = Backend(strict=True)
+    backend = Backend(strict=True, keep_graphs=True)
     through = torch.compile(function, backend=backend, fullgraph=True)
     with torch.no_grad():
         return through(*args, **kwargs), backend, through
@@ -155,6 +155,10 @@ def test_tables_that_are_state_of_a_module_are_made_once_and_anew(npu: None) -> 
     (report,) = backend.reports
     assert report.ops[PROLOGUE] == len(LAYERS)
     assert report.ops["npu::npu_add_rms_norm"] == 2 * len(LAYERS)
+    ((_, graph),) = backend.graphs
+    targets = [str(node.target) for node in graph.graph.nodes]
+    assert targets.count("aten.linear.default") == 4 * len(LAYERS)  # of qkv, o, gate and up, down
+    assert targets.count("aten.index_select.default") == 1
     wanted = call(on_npu(draft(trusts=False)))
     torch.testing.assert_close(output, wanted(**inputs(2)), rtol=1e-4, atol=1e-5)
     with torch.no_grad():
