@@ -133,7 +133,7 @@ def _heads(
     if side_by_side is not None:
         if view.shape[-1] % side_by_side:
             return None
-        view = view.unflatten(-1, (-1, side_by_side))
+        view = view.view(*view.shape[:-1], -1, side_by_side)
     *shape, head_dim = view.shape
     *strides, step = view.stride()
     roles: list[Role] = []
