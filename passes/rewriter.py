@@ -68,6 +68,10 @@ class Rewriter:
         self.pack_weights = pack_weights
         self.numerics = numerics
         self.regions = regions(self.graph)
+        self.effects: dict[int, list[fx.Node]] = {}  # by region
+        for node, region in self.regions.items():
+            if region % 2:
+                self.effects.setdefault(region, []).append(node)
         self.placeholders = list(self.graph.find_nodes(op="placeholder"))
         self.fake_mode = self._fake_mode()
         self.shared: dict[Hashable, fx.Node] = {}
@@ -167,7 +171,7 @@ class Edit:
         self._origin = origin
         self._claimed = claimed
         self._region = rewriter.regions[origin]
-        self._barrier = [n for n, region in rewriter.regions.items() if region == self._region - 1 and not n._erased]
+        self._barrier = [node for node in rewriter.effects.get(self._region - 1, ()) if not node._erased]
         self._created: list[fx.Node] = []
         self._shared: list[Hashable] = []
         self._replacements: list[tuple[fx.Node, fx.Node]] = []

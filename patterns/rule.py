@@ -223,7 +223,9 @@ class _Product(_Joined):
         return pool.number(pool.factors(term)[1])
 
     def _each(self, term: Term, pool: TermPool) -> Iterable[Term]:
-        return [pool.power(factor, exponent) for factor, exponent in pool.factors(term)[0].items()]
+        # A factor is no product, so that its first power is itself.
+        factors = pool.factors(term)[0].items()
+        return [factor if exponent == 1 else pool.power(factor, exponent) for factor, exponent in factors]
 
 
 class _Sum(_Joined):
@@ -244,14 +246,18 @@ class _Sum(_Joined):
 def _most_certain(parts: tuple[Pattern, ...], bound: Bound) -> tuple[Pattern, tuple[Pattern, ...]]:
     """The part to match next, and the others: forms first, then what is bound, numbers, captures."""
 
-    def uncertainty(part: Pattern) -> int:
-        if isinstance(part, Capture):
-            return 1 if part.name in bound else 3
-        kinds = (Number, Optional, Rest)
-        return dict(zip(kinds, (2, 4, 5), strict=True)).get(type(part), 0)
-
-    chosen = min(range(len(parts)), key=lambda i: uncertainty(parts[i]))
+    chosen, least = 0, 6
+    for place, part in enumerate(parts):
+        uncertainty = _UNCERTAINTY.get(type(part), 0)
+        if uncertainty == _OF_CAPTURES and part.name in bound:  # type: ignore[attr-defined]  # a Capture
+            uncertainty = 1
+        if uncertainty < least:
+            chosen, least = place, uncertainty
     return parts[chosen], (*parts[:chosen], *parts[chosen + 1 :])
+
+
+_OF_CAPTURES = 3
+_UNCERTAINTY: Mapping[type[Pattern], int] = {Number: 2, Capture: _OF_CAPTURES, Optional: 4, Rest: 5}
 
 
 def _is_number(term: Term) -> bool:

@@ -85,12 +85,13 @@ def is_widening(source: torch.dtype, target: torch.dtype) -> bool:
     return all(a <= b for a, b in zip(_MANTISSA[source], _MANTISSA[target], strict=True))
 
 
-CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
+_TO_COPY, _CONVERT = aten._to_copy.default, torch.ops.prims.convert_element_type.default
+CASTS = frozenset({_TO_COPY, _CONVERT})
 
 
 def is_float_cast(node: fx.Node) -> bool:
     """True for a cast between float types on one device."""
-    if node.target not in CASTS:
+    if node.target is not _TO_COPY and node.target is not _CONVERT:  # quicker than to hash an op, and asked most often
         return False
     before, after = tensor(node.args[0]), tensor(node)
     return (
