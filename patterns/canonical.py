@@ -78,7 +78,7 @@ class Canonicaliser:
     def _term(self, node: fx.Node) -> Term:
         if node.op != "call_function":
             return self.pool.leaf(node)
-        rule = RULES.get(node.target)
+        rule = RULES.get(node.target) or _BY_NAME.get(str(node.target))
         if rule is not None and values.is_float(node):
             term = rule(self, node)
             if term is not None:
@@ -155,14 +155,34 @@ def _getitem(c: Canonicaliser, node: fx.Node) -> Term | None:
     x, gamma = (_argument(op, place, name) for place, name in enumerate(("input", "gamma")))
     if not values.is_float(x) or not values.is_float(gamma) or len(values.shape(gamma)) != 1:
         return None
-    eps = _argument(op, 2, "epsilon", 1e-6)
-    mean = c.pool.call("mean", c.pool.power(c.of(x), 2), (-1,))
-    normed = c.pool.mul(c.of(x), c.pool.power(c.pool.add(mean, c.pool.number(eps)), -0.5))
+    normed = _normed(c, x, _argument(op, 2, "epsilon", 1e-6))
     return c.pool.mul(normed, c.pool.add(c.of(gamma), c.pool.number(offset)))
+
+
+def _normed(c: Canonicaliser, x: fx.Node, eps: float) -> Term:
+    mean = c.pool.call("mean", c.pool.power(c.of(x), 2), (-1,))
+    return c.pool.mul(c.of(x), c.pool.power(c.pool.add(mean, c.pool.number(eps)), -0.5))
+
+
+def _vllm_norm(c: Canonicaliser, node: fx.Node) -> Term | None:
+    """vLLM's op for a norm: in float32, rounded to the weight's type before the weight. Of a part of an axis, none."""
+    x, weight, eps, variance_size = (
+        _argument(node, place, name) for place, name in enumerate(("x", "weight", "epsilon", "variance_size"))
+    )
+    if variance_size is not None or not isinstance(eps, float):
+        return None
+    if weight is None:
+        return _normed(c, x, eps)
+    if len(values.shape(weight)) != 1 or values.dtype(weight) != values.dtype(x):
+        return None  # with a type of its own it is rounded elsewhere than the NPU's
+    return c.pool.mul(_normed(c, x, eps), c.of(weight))
 
 
 # By what is added to the weight. Models and libraries that know the NPU call them themselves.
 _NORM_OPS = {"npu.npu_rms_norm.default": 0.0, "npu.npu_gemma_rms_norm.default": 1.0}
+
+# Ops of frameworks, which may not be there.
+_BY_NAME: Mapping[str, OpRule] = {"vllm_ir.rms_norm.default": _vllm_norm}
 
 
 def _mul(c: Canonicaliser, node: fx.Node) -> Term | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import spellings
@@ -223,6 +223,50 @@ def test_a_norm_that_is_an_op_already_is_one() -> None:
         assert not site.roundings
         assert found.report.ops == {f"npu::{op._qualified_op_name.removeprefix('npu::')}": 1}
         assert torch.equal(found.output, op(x, w, EPS)[0])
+
+
+@pytest.fixture
+def vllm_norm() -> Iterator[Callable[..., torch.Tensor]]:
+    """vLLM's op, as vLLM 0.33 declares and computes it."""
+    library = torch.library.Library("vllm_ir", "FRAGMENT")
+    library.define("rms_norm(Tensor x, Tensor? weight, float epsilon, SymInt? variance_size=None) -> Tensor")
+
+    def native(
+        x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> torch.Tensor:
+        wide = x.float()
+        part = wide if variance_size is None else wide[..., :variance_size]
+        wide = wide * torch.rsqrt(part.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+        return (wide if weight is None else wide.to(weight.dtype) * weight).to(x.dtype)
+
+    for key in ("CPU", "Meta"):
+        library.impl("rms_norm", native, key)
+    yield torch.ops.vllm_ir.rms_norm
+    library._destroy()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_vllms_op_for_a_norm_is_one(vllm_norm: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+    x, w = tensors(dtype, dtype)
+    found = compiled(lambda x, w: vllm_norm(x, w, EPS), x, w)
+    check(found)
+    (site,) = found.report.sites
+    assert site.status == "lowered"
+    assert not site.roundings
+    assert found.report.ops == {"npu::npu_rms_norm": 1}
+    torch.testing.assert_close(found.output, vllm_norm(x, w, EPS))
+    added = compiled(lambda x, y, w: vllm_norm(x + y, w, EPS), x, x.flip(0), w)
+    assert added.report.ops == {"npu::npu_add_rms_norm": 1}
+    torch.testing.assert_close(added.output, vllm_norm(x + x.flip(0), w, EPS))
+
+
+def test_vllms_op_stays_where_it_rounds_or_averages_otherwise(vllm_norm: Callable[..., torch.Tensor]) -> None:
+    x, w = tensors(BF16, FP32)
+    for function in (lambda x, w: vllm_norm(x, w, EPS), lambda x, w: vllm_norm(x, w.bfloat16(), EPS, 8)):
+        found = compiled(function, x, w)
+        assert not found.report.sites
+        assert "vllm_ir.rms_norm.default" in found.targets()
+        assert torch.equal(found.output, function(x, w))
 
 
 # Weights, biases, groups and gates ------------------------------------------------------------------------------------
