@@ -33,7 +33,7 @@ def part_inputs(rewriter: Rewriter, written: frozenset[fx.Node]) -> None:
         if node.op == "placeholder":
             node.meta["val"] = _alone(node.meta["val"], rewriter)
         elif parted.intersection(node.all_input_nodes):
-            node.meta["val"] = rewriter.fake(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+            node.meta["val"] = rewriter.fake(node.target, node.args, node.kwargs)
         parted.add(node)
 
 

@@ -198,7 +198,7 @@ class _InPlace:
                 is_final = self._is_done(node, places)
                 self._judge_end(node, memory, _memory_of(places), is_final)
                 break
-            if node.target in PUTS and self._is_done(node, places) and _may_lie(node, node.args[0]):
+            if self._puts_new(node, places) and self._is_done(node, places) and _may_lie(node, node.args[0]):
                 places[node] = self._place(node.args[0], places)  # type: ignore[arg-type]  # a node
                 settled.add(node)
                 for reader in self._readers(values.storages(node), behind=node):
@@ -212,6 +212,10 @@ class _InPlace:
             raise Refused("the buffer gets another value in the end")
         self._judge_between(settled, [value(base) for base, _ in written], places)
         return settled
+
+    def _puts_new(self, node: fx.Node, places: Mapping[fx.Node, torch.Tensor]) -> bool:
+        """Whether a node puts a part of the new values into a buffer: a part that it has by now is an old value."""
+        return node.target in PUTS and bool(values.storages(node.args[1]) & _memory_of(places))
 
     def _judge_between(
         self, settled: set[fx.Node], parts: list[torch.Tensor], places: Mapping[fx.Node, torch.Tensor]

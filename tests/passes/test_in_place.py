@@ -328,6 +328,18 @@ def test_a_part_of_the_new_value_is_a_tensor_of_its_own() -> None:
     assert refused(model, CACHE, AT, ROW) == "the new value is given back as a tensor of its own"
 
 
+def test_a_buffer_that_is_copied_into_itself_is_read() -> None:
+    """A part that lies where it is put already is an old value, as long as it is not the new one."""
+
+    def model(cache: Tensor) -> Tensor:
+        half = cache[:2] * 0.5
+        cache.copy_(cache)
+        return half.sum()
+
+    found = check(model, CACHE)
+    assert "mul_" not in ops(found)
+
+
 def test_it_reads_what_it_writes() -> None:
     def model(cache: Tensor, at: Tensor) -> Tensor:
         cache.copy_(torch.index_copy(cache, 0, at, cache[:1]))
