@@ -19,6 +19,7 @@ from torch._ops import HigherOrderOperator
 from ..patterns.functional import draws_numbers
 from ..runtime.collectives import is_collective, is_functional_collective
 from ..runtime.effects import declared_writes, effect_of
+from ..runtime.ops import CONTRACTS
 from ..runtime.weights import IN_MEMORY
 
 aten = torch.ops.aten
@@ -86,7 +87,19 @@ def _is_pure_op(name: str) -> bool:
 
 def communicates(node: fx.Node) -> bool:
     """True for a collective, or a fused op that has one in it: each is kept, in the order that the model has them."""
-    return is_collective(node.target)
+    return is_collective(node.target) or _is_fused_collective(node)
+
+
+_GROUPS = {contract.name: contract.group for contract in CONTRACTS.values() if contract.group is not None}
+
+
+def _is_fused_collective(node: fx.Node) -> bool:
+    """True for a fused op that is given a group of ranks."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.name not in _GROUPS:
+        return False
+    given = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
+    return given.get(_GROUPS[schema.name]) is not None
 
 
 def regions(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -97,7 +110,7 @@ def regions(graph: fx.Graph) -> dict[fx.Node, int]:
     region = 0
     numbered = {}
     for node in graph.nodes:
-        passed = is_functional_collective(node.target)
+        passed = is_functional_collective(node.target) or _is_fused_collective(node)
         effect = node.op not in ("placeholder", "output") and not passed and not is_pure(node)
         region += effect
         numbered[node] = region

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..patterns import qkv, values
+from ..patterns import qkv, tp_rms_norm, values
 from ..patterns.match import Findings, Match, Miss
 from ..runtime.options import Options
+from .agreement import GROUP
 from .lowering import Lowering
 from .ranges import SITE
 from .report import Site
@@ -91,6 +92,9 @@ def _refuse_withheld(match: Match, options: Options, withheld: Withheld) -> None
     reason = withheld.sites.get((kind, match.node.name))
     if reason is not None:
         raise Refused(reason)
+    reason = withheld.groups.get(match.params.public().get(GROUP, "")) if withheld.groups else None
+    if reason is not None:
+        raise Refused(reason)
 
 
 def _lowered(site: Site, op: str, notes: Sequence[str] = ()) -> None:
@@ -124,3 +128,7 @@ def _settle(sites: dict[Match, Site]) -> None:
                 site.status, site.op, site.reason = sites[outer].status, sites[outer].op, sites[outer].reason
         elif match.kind == qkv.ROPE_THEN_NORM:
             site.reason = "the norm comes after the rotation; split_qkv_rmsnorm_rope norms before it"
+        elif match.kind == tp_rms_norm.KIND and site.status != "lowered":
+            site.reason = "an op norms over ranks in a prologue of attention alone, of which it is no part here"
+            outer = next((m for m in prologues if match in m.parts), None)
+            site.reason = site.reason if outer is None else sites[outer].reason

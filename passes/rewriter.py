@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import operator
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -175,6 +175,7 @@ class Edit:
         self._created: list[fx.Node] = []
         self._shared: list[Hashable] = []
         self._replacements: list[tuple[fx.Node, fx.Node]] = []
+        self._absorbed: set[fx.Node] = set()
         self._relaid: dict[fx.Node, Any] = {}
 
     @property
@@ -204,12 +205,13 @@ class Edit:
         """A part of the edit that is undone alone where it is refused, so that another can be tried in its place."""
         created, shared = len(self._created), len(self._shared)
         notes, replacements, relaid = len(self.notes), len(self._replacements), dict(self._relaid)
+        absorbed = set(self._absorbed)
         try:
             yield
         except Refused:
             self._undo(created, shared)
             del self.notes[notes:], self._replacements[replacements:]
-            self._relaid = relaid
+            self._relaid, self._absorbed = relaid, absorbed
             raise
 
     # New nodes ---------------------------------------------------------------------------------------------------
@@ -398,6 +400,18 @@ class Edit:
                 raise Refused(f"the model's result has strides {tuple(before.stride())}, which can't be kept")
         self._replacements.append((old, new))
 
+    def absorb(self, collectives: Iterable[fx.Node]) -> None:
+        """Takes out collectives of the site, which a new node does in their place.
+
+        Raises:
+            Refused: what one gives is used outside of the site too.
+        """
+        found = set(collectives)
+        for node in found:
+            if node.users.keys() - set(self._claimed):
+                raise Refused(f"what {node.target} gives is used elsewhere too, so that it would be done twice")
+        self._absorbed |= found
+
     def _relay(self, old: fx.Node, value: torch.Tensor) -> bool:
         """Settles what all that reads `old` gives where it is laid out as `value`; False where that is not to be told.
 
@@ -460,7 +474,7 @@ class Edit:
         for node, value in self._relaid.items():
             node.meta["val"] = value
         for node in sorted({*self._claimed, *olds}, reverse=True):
-            if not node._erased and not node.users and is_pure(node):
+            if not node._erased and not node.users and (is_pure(node) or node in self._absorbed):
                 self.rewriter.graph.erase_node(node)
 
     def _follow_views(self, old: fx.Node, new: fx.Node) -> None:

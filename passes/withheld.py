@@ -42,10 +42,12 @@ class Withheld:
     Args:
         parts: with the traceback of what they raised.
         sites: with the reasons that the report gives.
+        groups: of ranks, with the reasons why no site is rewritten that holds a collective over one.
     """
 
     parts: Mapping[Part, str] = field(default_factory=dict)
     sites: Mapping[SiteKey, str] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
 
     def allows(self, name: str) -> bool:
         """Whether a pass is to be run."""
@@ -56,6 +58,9 @@ class Withheld:
 
     def with_sites(self, sites: Mapping[SiteKey, str]) -> Withheld:
         return replace(self, sites={**self.sites, **sites})
+
+    def with_groups(self, groups: Mapping[str, str]) -> Withheld:
+        return replace(self, groups={**self.groups, **groups})
 
 
 NOTHING = Withheld()

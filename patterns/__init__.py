@@ -31,6 +31,7 @@ from . import (
     qkv,
     rms_norm,
     rope,
+    tp_rms_norm,
     transpose_batchmatmul,
 )
 from .canonical import Canonicaliser
@@ -56,6 +57,7 @@ class Rule:
 # In order: a rule may use the matches of the rules above it.
 RULES: tuple[Rule, ...] = (
     Rule(rms_norm.KIND, rms_norm.match, rms_norm.term),
+    Rule(tp_rms_norm.KIND, tp_rms_norm.match),
     Rule(rope.KIND, rope.match),
     Rule(add_rms_norm.KIND, add_rms_norm.match),
     Rule(norm_cast.KIND, norm_cast.match),

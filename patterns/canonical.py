@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..runtime import ranks
 from ..runtime.effects import writes
 from ..runtime.sizes import static_int
 from . import values
@@ -181,9 +182,6 @@ def _vllm_norm(c: Canonicaliser, node: fx.Node) -> Term | None:
 # By what is added to the weight. Models and libraries that know the NPU call them themselves.
 _NORM_OPS = {"npu.npu_rms_norm.default": 0.0, "npu.npu_gemma_rms_norm.default": 1.0}
 
-# Ops of frameworks, which may not be there.
-_BY_NAME: Mapping[str, OpRule] = {"vllm_ir.rms_norm.default": _vllm_norm}
-
 
 def _mul(c: Canonicaliser, node: fx.Node) -> Term | None:
     return c.pool.mul(c.of(node.args[0]), c.of(node.args[1])) if _float_operands(node) else None
@@ -296,6 +294,26 @@ def _view(c: Canonicaliser, node: fx.Node) -> Term | None:
     return None
 
 
+def _waited(c: Canonicaliser, node: fx.Node) -> Term | None:
+    """A sum or a mean over ranks, which is linear: numbers stand before it."""
+    (reduced,) = node.args
+    if not isinstance(reduced, fx.Node) or str(reduced.target) != _ALL_REDUCE or reduced.kwargs:
+        return None
+    x, how, group = reduced.args
+    count = ranks.size(group)
+    if count is None or not isinstance(group, str) or how not in ("sum", "avg") or not values.is_float(x):
+        return None
+    coefficient = c.pool.factors(c.of(x))[1]
+    rest = c.pool.divide(c.of(x), c.pool.number(coefficient)) if coefficient else None
+    if rest is None:
+        return None
+    share = coefficient / count if how == "avg" else coefficient
+    return c.pool.mul(c.pool.call("all_reduce", rest, group), c.pool.number(share))
+
+
+_ALL_REDUCE, _WAIT = "_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default"
+
+
 def _clamp(low: tuple[int, str] | None, high: tuple[int, str] | None) -> OpRule:
     """A bound on either side, at the given arguments; bounds of bounds are merged."""
 
@@ -325,6 +343,8 @@ def _gelu(c: Canonicaliser, node: fx.Node) -> Term | None:
     return c.pool.call("gelu" if approximate == "none" else f"gelu_{approximate}", c.of(node.args[0]))
 
 
+# Ops of frameworks, and of torch.distributed, which may not be there.
+_BY_NAME: Mapping[str, OpRule] = {"vllm_ir.rms_norm.default": _vllm_norm, _WAIT: _waited}
 RULES: Mapping[Any, OpRule] = {
     aten._to_copy.default: _cast,
     torch.ops.prims.convert_element_type.default: _cast,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import fx
 
 from ..runtime.sizes import is_contiguous
-from . import called_rope, qk_rope, values
+from . import called_rope, qk_rope, tp_rms_norm, values
 from .canonical import Canonicaliser
 from .heads import Heads, heads
 from .linear import Linear, linear, projections_of
@@ -23,6 +23,7 @@ from .movement import is_movement, trace
 from .pairs import share_columns
 from .rms_norm import RmsNorm
 from .rope import Rope
+from .tp_rms_norm import TpRmsNorm
 
 CHAIN = "norm_rope_chain"
 ROPE_THEN_NORM = "rope_then_norm"
@@ -69,6 +70,7 @@ class Qkv:
         rope: the rotation, the same for both.
         gate: the heads of a gate that lie behind those of q; None where there are none.
         lookup: how the tables are looked up by position; None where they are not.
+        ranks: the name of the group over whose ranks the norm is, and their number; None where it is of one rank.
         shares_columns: whether both elements of a pair are turned by one column of cos and sin, or by equal ones.
     """
 
@@ -78,6 +80,7 @@ class Qkv:
     rope: Rope
     gate: Heads | None
     lookup: Lookup | None
+    ranks: tuple[str, int] | None
     shares_columns: bool
 
     def public(self) -> dict[str, Any]:
@@ -93,6 +96,7 @@ class Qkv:
             "eps": None if norm is None else norm.eps,
             "gate": self.gate is not None,
             "looked_up": self.lookup is not None,
+            **({"group": self.ranks[0], "ranks": self.ranks[1]} if self.ranks is not None else {}),
             "dtype": self.rope.dtype,
         }
 
@@ -106,6 +110,21 @@ class _Strand:
     base: fx.Node
     path: tuple[fx.Node, ...]
     norm_path: tuple[fx.Node, ...]
+
+    @property
+    def rms_norm(self) -> RmsNorm | None:
+        """The norm, of this rank's part where it is over several."""
+        params = self.norm.params if self.norm is not None else None
+        if isinstance(params, TpRmsNorm):
+            return params.norm
+        assert params is None or isinstance(params, RmsNorm)
+        return params
+
+    @property
+    def ranks(self) -> tuple[str, int] | None:
+        """The group that the norm is over, and its size."""
+        params = self.norm.params if self.norm is not None else None
+        return (params.group, params.ranks) if isinstance(params, TpRmsNorm) else None
 
     @property
     def is_called(self) -> bool:
@@ -123,12 +142,17 @@ def _moves(node: fx.Node) -> bool:
 
 
 def _strand(rope: Match, findings: Findings) -> _Strand:
-    below, after = trace(rope.inputs["x"], lambda n: _moves(n) and findings.at("rms_norm", n) is None)
-    norm = findings.at("rms_norm", below)
+    below, after = trace(rope.inputs["x"], lambda n: _moves(n) and _norm_at(n, findings) is None)
+    norm = _norm_at(below, findings)
     if norm is None:
         return _Strand(rope, None, below, after, ())
     base, before = trace(norm.inputs["x"], _moves)
     return _Strand(rope, norm, base, (*before, *after), before)
+
+
+def _norm_at(node: fx.Node, findings: Findings) -> Match | None:
+    """The norm whose result a node is, of one rank or of several."""
+    return findings.at("rms_norm", node) or findings.at(tp_rms_norm.KIND, node)
 
 
 def _movement_only(path: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
@@ -143,9 +167,9 @@ def match_chain(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | 
     strand = _strand(rope, findings)
     if strand.norm is None:
         return None
-    assert isinstance(strand.norm.params, RmsNorm)
+    assert strand.rms_norm is not None
     assert isinstance(rope.params, Rope)
-    per_head = strand.norm.params.hidden_size == rope.params.head_dim
+    per_head = strand.ranks is None and strand.rms_norm.hidden_size == rope.params.head_dim
     inputs = {"x": strand.norm.inputs["x"]}
     return Match(CHAIN, node, inputs, Chain(per_head), strand.claimed, (strand.norm, rope))
 
@@ -213,10 +237,9 @@ def _head(strand: _Strand) -> Head | str:
     layout = heads(strand.base, _movement_only(strand.path), head_dim=side_by_side)
     if layout is None:
         return "its heads are no plain cut of the projection's columns"
-    if strand.norm is None:
+    norm = strand.rms_norm
+    if norm is None:
         return Head(layout, None)
-    norm = strand.norm.params
-    assert isinstance(norm, RmsNorm)
     normed = heads(strand.base, _movement_only(strand.norm_path), in_rows=True)
     whole = normed is not None and normed.width == layout.width and normed.starts[0] == layout.starts[0]
     per_head = normed is not None and normed.head_dim == layout.head_dim and {*layout.starts} <= {*normed.starts}
@@ -314,9 +337,11 @@ def _match(
     gate: tuple[fx.Node, Heads] | None,
     c: Canonicaliser,
     findings: Findings,
-) -> Match:
+) -> Match | Miss:
     a, b = strands
     assert isinstance(a.rope.params, Rope)
+    if a.ranks != b.ranks:
+        return Miss(KIND, node, "q is normed over ranks {}, and k over {}", (a.ranks, b.ranks), matched=3)
     inputs["rotated_q"], inputs["rotated_k"] = a.rope.node, b.rope.node
     for name, strand in (("q_weight", a), ("k_weight", b)):
         if strand.norm is not None and "weight" in strand.norm.inputs:
@@ -333,6 +358,7 @@ def _match(
         a.rope.params,
         gate[1] if gate is not None else None,
         lookup,
+        a.ranks,
         shares_columns,
     )
     return Match(KIND, node, inputs, params, claimed, parts if together is None else (*parts, together))

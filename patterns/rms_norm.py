@@ -157,7 +157,7 @@ def _match_norm(node: fx.Node, value: Product, c: Canonicaliser, findings: Findi
     assert isinstance(eps, float)
     if eps < 0:
         return None
-    found = _read(node, bound, ("x", "weight"), c)
+    found = read(node, bound, ("x", "weight"), c)
     if isinstance(found, Miss) or found is None:
         return found
     return _with_scale_before(_with_gate_before(found, c, findings), c)
@@ -193,10 +193,11 @@ def _match_cast(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | 
     inner = findings.at(KIND, below)
     if inner is None or not values.is_rounding(node) or values.is_float_cast(below):
         return None  # no cast, or the second one, whose roundings would add up
-    return _cast(node, inner, c)
+    return cast(node, inner, c)
 
 
-def _cast(node: fx.Node, inner: Match, c: Canonicaliser) -> Match | None:
+def cast(node: fx.Node, inner: Match, c: Canonicaliser) -> Match | None:
+    """The norm that a cast of one is."""
     spelling = spell(node, inner.inputs, c)
     if spelling is None:
         return None
@@ -208,7 +209,7 @@ def _cast(node: fx.Node, inner: Match, c: Canonicaliser) -> Match | None:
         params = replace(params, normed_dtype=dtype)
     parts = inner.parts
     if parts and parts[0].node is inner.node:  # what is scaled or gated before: the norm in it is cast likewise
-        part = _cast(node, parts[0], c)
+        part = cast(node, parts[0], c)
         parts = (part,) if part is not None else parts
     return Match(KIND, node, inner.inputs, params, (*inner.claimed, node), parts, inner.replaces)
 
@@ -249,7 +250,7 @@ def _match_biased(node: fx.Node, value: Sum, c: Canonicaliser, findings: Finding
     if len(value.parts) != 2:
         return None
     bound = BIASED.find(value, c.pool)
-    found = _read(node, bound, ("x", "weight", "bias"), c) if bound is not None else None
+    found = read(node, bound, ("x", "weight", "bias"), c) if bound is not None else None
     if not isinstance(found, Match):
         return None
     inner = _largest_within(found.claimed[:-1], findings)
@@ -260,7 +261,7 @@ def _match_gated(node: fx.Node, value: Product, c: Canonicaliser, findings: Find
     """A norm, times the activation of a gate of its own shape."""
     for pattern, activation in GATED:
         bound = pattern.find(value, c.pool)
-        found = _read(node, bound, ("x", "weight", "gate"), c) if bound is not None else None
+        found = read(node, bound, ("x", "weight", "gate"), c) if bound is not None else None
         if isinstance(found, Match):
             assert isinstance(found.params, RmsNorm)
             inner = _largest_within(found.claimed[:-1], findings)
@@ -325,8 +326,15 @@ def _largest_within(nodes: Sequence[fx.Node], findings: Findings) -> Match | Non
 # The nodes -----------------------------------------------------------------------------------------------------------
 
 
-def _read(node: fx.Node, bound: Bound, names: Sequence[str], c: Canonicaliser) -> Match | Miss | None:
-    """Finds the nodes of the captured values, and what the terms don't say: types and the spelling."""
+def read(node: fx.Node, bound: Bound, names: Sequence[str], c: Canonicaliser) -> Match | Miss | None:
+    """Finds the nodes of the captured values, and what the terms don't say: types and the spelling.
+
+    Args:
+        node: the root.
+        bound: what a pattern has bound: eps, x, and where they are there, weight, bias, gate, offset, groups.
+        names: of those that are values.
+        c: knows the terms of all nodes.
+    """
     terms = {name: term for name in names if isinstance(term := bound.get(name), Term)}
     found = captured(KIND, node, terms, c, vectors=("weight", "bias"))
     if not isinstance(found, Captured):

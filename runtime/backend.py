@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, tracing
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..passes.agreement import ranks_differ
 from ..passes.expectation import ExpectationError, lacking, unmet
 from ..passes.pipeline import Flow, leave, optimise, prepare
 from ..passes.report import Report
@@ -29,6 +30,7 @@ from .graphs.replayed import Replayed
 from .ops.register import register
 from .options import Options
 from .owners import Owners
+from .ranks import RanksDisagreeError
 from .reproducer import Reproducers
 from .shards import is_distributed, is_part, position
 from .target import Target
@@ -159,6 +161,8 @@ class Backend:
         try:
             work, report = self._without_failures(module, compilation)
             compilation.dump.report(report)
+        except RanksDisagreeError:
+            raise
         except Exception as error:
             self._fail(error)
             compilation.rewrites = None
@@ -213,7 +217,10 @@ class Backend:
                     stacklevel=2,
                 )
             else:
-                return work, report
+                differing = ranks_differ(module, report, compilation.withheld.groups)
+                if not differing:
+                    return work, report
+                compilation.withheld = compilation.withheld.with_groups(differing)
 
     def _passed(
         self,
@@ -233,7 +240,7 @@ class Backend:
         folder = folder_of(options.cache)
         # Who looks on sees the passes at work.
         watched = options.dump is not None or options.verify is not None or options.profile_ranges
-        if folder is None or watched or self.flow is not Backend.flow or compilation.withheld is not NOTHING:
+        if folder is None or watched or self.flow != Flow() or compilation.withheld is not NOTHING:
             return passes(declarations)
         return cached(folder, module, parameters, options, target, declarations, passes)
 

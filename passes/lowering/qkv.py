@@ -17,6 +17,7 @@ from ...patterns.movement import Role
 from ...patterns.qkv import Qkv
 from ...patterns.rms_norm import RmsNorm
 from ...runtime.ops.contract import OpContract
+from ..effects import communicates
 from ..rewriter import Edit, Refused
 from .candidates import first_legal
 from .packing import packed_projection, projections
@@ -140,9 +141,11 @@ class Prologue:
 
 
 def _whole(p: Qkv) -> bool:
-    """Whether q and k are normed over all their heads together."""
+    """Whether q and k are normed over all their heads together, on one rank or several."""
     if p.gate is not None:
         return False
+    if p.ranks is not None:
+        return True
     heads = (p.q, p.k)
     norms = [head.norm.hidden_size if head.norm is not None else None for head in heads]
     whole = [head.layout.width for head in heads]
@@ -192,6 +195,9 @@ def _normed_whole(s: Prologue) -> dict[str, Any]:
     s.tables.refuse_own_columns()
     arguments = {"input": s.rows, "cos": s.tables.full("cos"), "sin": s.tables.full("sin"), **s.sizes}
     arguments |= {"eps": s.norm.eps, **s.weights(), "rotary_dim": s.params.rope.rope_dim, "tp_world": 1}
+    if s.params.ranks is not None:
+        arguments["tp_group"], arguments["tp_world"] = s.params.ranks
+        s.edit.absorb(node for node in s.match.claimed if communicates(node))
     s.note_roundings(rounds_norm=True)
     return arguments
 
@@ -237,6 +243,10 @@ def _norm(p: Qkv) -> RmsNorm | None:
     for name, head, norm in (("q", p.q, q), ("k", p.k, k)):
         if norm.groups != 1 or norm.is_composite:
             raise Refused("its norm has a bias, a gate, groups or a scale before it")
+        if p.ranks is not None and p.gate is not None:
+            raise Refused("it has gates, and its norm is over several ranks; no op has both")
+        if p.ranks is not None and norm.hidden_size != head.layout.width:
+            raise Refused(f"the norm of {name} is over {norm.hidden_size} of its {head.layout.width} columns on a rank")
         if norm.hidden_size != head.layout.head_dim and not _whole(p):
             raise Refused(
                 f"the norm of {name} is over {norm.hidden_size} elements; ops norm per head of {head.layout.head_dim}, "

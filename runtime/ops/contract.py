@@ -37,6 +37,7 @@ class OpContract:
         source: the package, version and label of what is written here.
         mutates: names of the arguments that the kernel writes, also where the schema does not say so.
         device_kernel: what runs on the NPU, for an op that no package registers.
+        group: the argument that names the ranks that take part; a call that is given one is a collective.
     """
 
     name: str
@@ -48,6 +49,7 @@ class OpContract:
     source: str
     mutates: tuple[str, ...] = ()
     device_kernel: Kernel | None = None
+    group: str | None = None
 
     @property
     def namespace(self) -> str:

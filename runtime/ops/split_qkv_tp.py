@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import torch
 
+from .. import ranks
 from ..sizes import known_equal, static_int
 from ..target import Target
 from .contract import OpContract
 from .packed_qkv import (
     head_sizes,
-    normed,
     packed_heads,
     packed_rows,
     rotated,
@@ -42,6 +42,7 @@ def _invalid(
     k_weight: torch.Tensor,
     rotary_dim: int,
     tp_world: int,
+    tp_group: str | None,
 ) -> Iterator[str]:
     yield from head_sizes(q_hidden_size, kv_hidden_size, head_dim)
     width = q_hidden_size + 2 * kv_hidden_size
@@ -54,11 +55,12 @@ def _invalid(
         yield f"cos and sin are {cos.shape[-1]} wide, not rotary_dim {rotary_dim}"
     yield from vector("q_weight", q_weight, q_hidden_size, "q_hidden_size")
     yield from vector("k_weight", k_weight, kv_hidden_size, "kv_hidden_size")
-    if tp_world != 1:
-        yield (
-            f"tp_world is {tp_world}: the kernel would add up the mean squares of all ranks, and every rank has to call"
-            " it; only 1 is supported"
-        )
+    if tp_world < 1:
+        yield f"tp_world is {tp_world}, not positive"
+    if tp_world > 1 and tp_group is None:
+        yield f"tp_world is {tp_world}, and tp_group doesn't say which ranks these are"
+    if tp_world > 1 and tp_group is not None and (found := ranks.size(tp_group)) != tp_world:
+        yield f"tp_world is {tp_world}, and the group {tp_group!r} has {'no' if found is None else found} ranks"
 
 
 @first_reason
@@ -78,7 +80,7 @@ def _refuse(
     tp_group: str | None,
 ) -> Iterator[str]:
     yield from _invalid(
-        input, cos, sin, q_hidden_size, kv_hidden_size, head_dim, q_weight, k_weight, rotary_dim, tp_world
+        input, cos, sin, q_hidden_size, kv_hidden_size, head_dim, q_weight, k_weight, rotary_dim, tp_world, tp_group
     )
     group = q_hidden_size // kv_hidden_size
     yield from unified_buffer(f"{group} q heads of head_dim {head_dim} for one kv head", group * head_dim)
@@ -102,7 +104,10 @@ def split_qkv_tp_rmsnorm_rope_reference(
     tp_world: int = 1,
     tp_group: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What sgl_kernel_npu's `split_qkv_tp_rmsnorm_rope` computes on one rank: in float32, norm and rotation rounded.
+    """What sgl_kernel_npu's `split_qkv_tp_rmsnorm_rope` computes: in float32, norm and rotation rounded.
+
+    Where several ranks share the heads, each has its own, and the mean squares of all are averaged: every rank has to
+    call this, in one order with all other collectives.
 
     Args:
         input: [T, q_hidden_size + 2 * kv_hidden_size], rows of q | k | v, head after head; contiguous; float16,
@@ -117,35 +122,42 @@ def split_qkv_tp_rmsnorm_rope_reference(
         q_weight: [q_hidden_size], any float dtype.
         k_weight: [kv_hidden_size], likewise.
         rotary_dim: how many of the first columns of a head are rotated, by halves; even, at most head_dim.
-        tp_world: how many ranks share the heads: 1.
-        tp_group: the name of their process group, not read for one rank.
+        tp_world: how many ranks share the heads.
+        tp_group: the name of their process group, as torch's functional collectives have it; not read for one rank.
 
     Returns:
         q [T, q_hidden_size], k and v [T, kv_hidden_size], of input's dtype. v is copied. Normed values are rounded to
         that dtype before they are rotated.
 
     Raises:
-        ValueError: the kernel would assert or read memory that it must not, or there are several ranks.
+        ValueError: the kernel would assert or read memory that it must not, or the group has other ranks.
 
     Source: sgl-kernel-npu f425bdf1 (2026-08-21), kernels and wrapper.
     """
     raise_first(
         _NAME,
-        _invalid(input, cos, sin, q_hidden_size, kv_hidden_size, head_dim, q_weight, k_weight, rotary_dim, tp_world),
+        _invalid(
+            input, cos, sin, q_hidden_size, kv_hidden_size, head_dim, q_weight, k_weight, rotary_dim, tp_world, tp_group
+        ),
     )
     tokens = input.shape[0]
     halves = [rows.reshape(tokens, 1, rotary_dim)[..., : rotary_dim // 2].float() for rows in (cos, sin)]
     wide_cos, wide_sin = (torch.cat((half, half), dim=-1) for half in halves)
 
-    def normed_and_rotated(whole: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        rounded = normed(whole.float(), eps, weight).to(input.dtype)
+    q, k, v = torch.split(input, [q_hidden_size, kv_hidden_size, kv_hidden_size], dim=-1)
+    squares = torch.stack([part.float().pow(2).mean(-1) for part in (q, k)], dim=-1)
+    if tp_world > 1 and tp_group is not None:
+        torch.distributed.all_reduce(squares, group=ranks.process_group(tp_group))
+    of_q, of_k = torch.split(squares * (1.0 / tp_world), 1, dim=-1)
+
+    def normed_and_rotated(whole: torch.Tensor, mean: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rounded = (whole.float() * torch.rsqrt(mean + eps) * weight.float()).to(input.dtype)
         heads = rounded.reshape(tokens, whole.shape[-1] // head_dim, head_dim)
         return packed_heads(rotated(heads.float(), wide_cos, wide_sin), input.dtype)
 
-    q, k, v = torch.split(input, [q_hidden_size, kv_hidden_size, kv_hidden_size], dim=-1)
     return (
-        normed_and_rotated(q, q_weight),
-        normed_and_rotated(k, k_weight),
+        normed_and_rotated(q, of_q, q_weight),
+        normed_and_rotated(k, of_k, k_weight),
         v.clone(memory_format=torch.contiguous_format),
     )
 
@@ -173,6 +185,36 @@ def split_qkv_tp_rmsnorm_rope_fake(
     )
 
 
+_KERNEL = SglFunction(
+    module="sgl_kernel_npu.norm.split_qkv_tp_rmsnorm_rope",
+    name="split_qkv_tp_rmsnorm_rope",
+    like=split_qkv_tp_rmsnorm_rope_reference,
+    since=_SINCE,
+)
+
+
+def _on_device(
+    input: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_hidden_size: int,
+    kv_hidden_size: int,
+    head_dim: int,
+    eps: float,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    rotary_dim: int,
+    tp_world: int = 1,
+    tp_group: str | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The package's function, which takes the process group itself."""
+    group = None if tp_group is None else ranks.process_group(tp_group)
+    given = input, cos, sin, q_hidden_size, kv_hidden_size, head_dim, eps, q_weight, k_weight, rotary_dim, tp_world
+    results = _KERNEL(*given, group)
+    assert isinstance(results, tuple)
+    return results
+
+
 SPLIT_QKV_TP_RMSNORM_ROPE = OpContract(
     name=_NAME,
     schema=(
@@ -185,10 +227,6 @@ SPLIT_QKV_TP_RMSNORM_ROPE = OpContract(
     refuse=_refuse,
     socs=frozenset({"ascend910b", "ascend910_93"}),
     source="sgl_kernel_npu f425bdf1 (2026-08-21), kernels and wrapper",
-    device_kernel=SglFunction(
-        module="sgl_kernel_npu.norm.split_qkv_tp_rmsnorm_rope",
-        name="split_qkv_tp_rmsnorm_rope",
-        like=split_qkv_tp_rmsnorm_rope_reference,
-        since=_SINCE,
-    ),
+    device_kernel=_on_device,
+    group="tp_group",
 )

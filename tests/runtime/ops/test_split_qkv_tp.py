@@ -108,7 +108,8 @@ UNDEFINED = [
     (valid(k_weight=torch.ones(32)), "k_weight is [32], not [kv_hidden_size] = [16]", valid()),
     (valid(k_weight=torch.ones(16).int()), "k_weight is int32", valid(k_weight=torch.ones(16).half())),
     (valid(q_weight=torch.ones(1).expand(32)), "q_weight [32] with strides [0] is not contiguous", valid()),
-    (valid(tp_world=2, tp_group="tp"), "tp_world is 2: the kernel would add up the mean squares", valid(tp_world=1)),
+    (valid(tp_world=2), "tp_world is 2, and tp_group doesn't say which ranks these are", valid(tp_world=1)),
+    (valid(tp_world=2, tp_group="tp"), "tp_world is 2, and the group 'tp' has no ranks", valid(tp_world=1)),
     (valid(tp_world=0), "tp_world is 0", valid(tp_group="tp")),
 ]
 
