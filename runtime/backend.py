@@ -52,6 +52,7 @@ class Compilation:
         withheld: what is left out.
         declarations: which layers are bidirectional.
         place: of its report among all.
+        kept: of its graphs among those that are kept.
         rewrites: what there is to verify, if it is to be.
     """
 
@@ -61,6 +62,7 @@ class Compilation:
     withheld: Withheld = NOTHING
     declarations: Declarations | None = None
     place: int | None = None
+    kept: int = 0
     rewrites: Rewrites | None = None
 
 
@@ -175,7 +177,11 @@ class Backend:
         if self.options.keep_graphs:
             before = _copy(module)
             leave(before)
-            self.graphs.append((before, work))
+            if is_new:
+                compilation.kept = len(self.graphs)
+                self.graphs.append((before, work))
+            else:
+                self.graphs[compilation.kept] = (before, work)
         return work
 
     def _tell_what_is_missing(self, report: Report, graph: fx.Graph, target: Target) -> None:

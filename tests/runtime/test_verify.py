@@ -262,7 +262,7 @@ def sites(backend: Backend, kind: str) -> dict[str, Site]:
 def test_a_planted_fault_is_put_back_alone(name: str, tmp_path: Path) -> None:
     kind, layer, inputs, fault = FAULTS[name]
     model, given = Pair(layer).eval(), [*inputs(), *inputs()]
-    backend = Wrong(planted(kind, fault), dump=tmp_path)
+    backend = Wrong(planted(kind, fault), dump=tmp_path, keep_graphs=True)
     function = torch.compile(model, backend=backend)
     own, wanted = copies(given), copies(given)
     with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
@@ -277,6 +277,7 @@ def test_a_planted_fault_is_put_back_alone(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, **close)
     torch.testing.assert_close(own, wanted, **close)
     assert f"1 {kind}" in message
+    assert len(backend.graphs) == 1
     of_kind = sites(backend, kind)
     assert (of_kind["wrong"].status, of_kind["right"].status) == ("refused", "lowered")
     assert of_kind["right"].verified
