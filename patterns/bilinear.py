@@ -8,7 +8,7 @@ its imaginary part. Sizes are small stand-ins for the real ones, so the cost doe
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,8 +213,45 @@ _SMALL = (2, 3, 5, 7, 11, 13, 17)
 _X_BITS, _TABLE_BITS = 30, 20
 
 
-def read(f: Formula) -> Readings | None:
-    """Runs a formula on codes; None where the result is no sum of such products row by row."""
+def read(f: Formula, c: Canonicaliser) -> Readings | None:
+    """Runs a formula on codes; None where the result is no sum of such products row by row.
+
+    The layers of a model have formulas of one structure, of which one is run.
+    """
+    structure = _structure(f)
+    if structure not in c.readings:
+        c.readings[structure] = _run(f)
+    known: Readings | None = c.readings[structure]
+    return known
+
+
+def _structure(f: Formula) -> Hashable:
+    """Equal for formulas that differ only in the nodes that their inputs are."""
+    places: dict[fx.Node, object] = {f.x: "x"}
+    places.update({factor: ("table", f.tables.index(table)) for factor, table in f.table_of.items()})
+    places.update({node: place for place, node in enumerate(f.nodes)})
+
+    def put(value: Any) -> Hashable:
+        if isinstance(value, fx.Node):
+            return places.get(value, value)
+        if isinstance(value, (list, tuple)):
+            return tuple(map(put, value))
+        return value.node.expr if isinstance(value, torch.SymInt) else (type(value), value)
+
+    def kind(node: fx.Node) -> Hashable:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return None
+        return value.dtype, tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in value.shape)
+
+    steps = tuple(
+        (node.target, put(node.args), tuple((name, put(value)) for name, value in node.kwargs.items()), kind(node))
+        for node in f.nodes
+    )
+    return steps, kind(f.x), tuple(map(kind, f.tables)), f.is_complex, places[f.root]
+
+
+def _run(f: Formula) -> Readings | None:
     for shrink in (True, False):  # static sizes may be a part of the formula: then they can't be shrunk
         shapes = _shapes(f, shrink=shrink)
         result = _read(f, shapes) if shapes is not None else None

@@ -32,6 +32,7 @@ class Canonicaliser:
         terms: the term of each node: equal for values that are equal but for rounding and for axes of one in front.
         numbers: the number of each node: equal only for nodes that compute the same value by the same ops, bit for bit.
         cuts: by number, what `tables` has found out of a value; it is costly, and all layers ask for the same.
+        readings: what formulas of one structure read of their inputs, likewise.
         masks: the masks of the graph, likewise.
     """
 
@@ -40,6 +41,7 @@ class Canonicaliser:
         self.terms: dict[fx.Node, Term] = {}
         self.numbers: dict[fx.Node, int] = {}
         self.cuts: dict[int, object] = {}
+        self.readings: dict[Hashable, Any] = {}
         self.masks = Masks(self.numbers)
         self._known: dict[Hashable, int] = {}
 

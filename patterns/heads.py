@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -67,8 +68,23 @@ def heads(
     Returns:
         None where it is none, or not for all sizes the same.
     """
-    found = {_heads(base, path, Sizes(i), in_rows, head_dim) for i in range(Sizes.COUNT)}
+    found = set()
+    for i in range(Sizes.COUNT):
+        sizes = Sizes(i)
+        steps = tuple(
+            (node.target, tuple(_fixed(sizes(argument)) for argument in node.args[1:]), tuple(node.kwargs.items()))
+            for node in path
+        )
+        found.add(_heads(tuple(sizes(values.shape(base))), steps, in_rows, head_dim))
     return found.pop() if len(found) == 1 else None
+
+
+def _fixed(argument: Any) -> Any:
+    return tuple(map(_fixed, argument)) if isinstance(argument, (list, tuple)) else argument
+
+
+# An op, its arguments but the source, and its keyword arguments; all of them numbers.
+_Step = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +111,17 @@ def _fresh(leading: tuple[int, ...], width: int) -> torch.Tensor:
     return torch.empty((*leading, width), device="meta", dtype=torch.int8)
 
 
-def _rows(base: fx.Node, path: Sequence[fx.Node], sizes: Sizes) -> _Rows | None:
-    """Runs a path of movement on a contiguous tensor shaped as `base`; None where it moves more than columns."""
-    shape = tuple(sizes(values.shape(base)))
+def _rows(shape: tuple[int, ...], path: Sequence[_Step]) -> _Rows | None:
+    """Runs a path of movement on a contiguous tensor of a shape; None where it moves more than columns."""
     if not shape or 0 in shape:
         return None
     rows = _Rows(shape[:-1], tuple(range(shape[-1])), _fresh(shape[:-1], shape[-1]))
-    for node in path:
-        if node.target in COPIES:
+    for step in path:
+        if step[0] in COPIES:
             continue
         # A view of a copy merges axes that a view of the source can't: then the copy is run too.
-        for source in (rows, rows.copied() if node.target in ROW_MAJOR_VIEWS else None):
-            view = _run(node, source.view, sizes) if source is not None else None
+        for source in (rows, rows.copied() if step[0] in ROW_MAJOR_VIEWS else None):
+            view = _run(step, source.view) if source is not None else None
             if source is not None and view is not None:
                 break
         else:
@@ -115,18 +130,18 @@ def _rows(base: fx.Node, path: Sequence[fx.Node], sizes: Sizes) -> _Rows | None:
     return rows if isinstance(rows.view, torch.Tensor) else None
 
 
-def _run(node: fx.Node, value: torch.Tensor, sizes: Sizes) -> Any:
-    target: Any = aten.view.default if node.target in (aten._unsafe_view.default, aten.reshape.default) else node.target
+def _run(step: _Step, value: torch.Tensor) -> Any:
+    op, arguments, keywords = step
+    target: Any = aten.view.default if op in (aten._unsafe_view.default, aten.reshape.default) else op
     try:
-        return target(value, *(sizes(argument) for argument in node.args[1:]), **node.kwargs)
+        return target(value, *arguments, **dict(keywords))
     except (RuntimeError, IndexError, ValueError):
         return None  # not to be strided over the source, or not with these sizes
 
 
-def _heads(
-    base: fx.Node, path: Sequence[fx.Node], sizes: Sizes, in_rows: bool, side_by_side: int | None
-) -> Heads | None:
-    rows = _rows(base, path, sizes)
+@lru_cache(maxsize=1024)  # the layers of a model cut their heads alike
+def _heads(shape: tuple[int, ...], path: tuple[_Step, ...], in_rows: bool, side_by_side: int | None) -> Heads | None:
+    rows = _rows(shape, path)
     if rows is None or not rows.view.dim():
         return None
     view = rows.view
@@ -134,12 +149,12 @@ def _heads(
         if view.shape[-1] % side_by_side:
             return None
         view = view.view(*view.shape[:-1], -1, side_by_side)
-    *shape, head_dim = view.shape
+    *sizes, head_dim = view.shape
     *strides, step = view.stride()
     roles: list[Role] = []
     starts = [view.storage_offset()]
     axes = _token_axes(rows.leading, len(rows.columns))
-    for size, stride in zip(shape, strides, strict=True):
+    for size, stride in zip(sizes, strides, strict=True):
         if size == 1:
             roles.append("unit")
         elif (size, stride) in axes:

@@ -96,7 +96,7 @@ def _takes_pairs_apart(match: Match) -> bool:
 def _match_formula(found: Formula, c: Canonicaliser) -> Match | Miss | None:
     if values.last_dim(found.x) is None:
         return Miss(KIND, found.root, "the rotated axis has no static size", place=found.x)
-    readings = read(found)
+    readings = read(found, c)
     if readings is None:
         return None
     result = _classify(found, _Tables(found.tables, readings, ()), c) if len(found.tables) == 2 else None
