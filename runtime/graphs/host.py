@@ -157,7 +157,7 @@ def _check_complete(graph: HostGraph, result: Any, expected: Sequence[torch.Tens
         raise CaptureError(
             "a replay of the recorded ops gives something else than the run did: kernels ran past torch's dispatcher, "
             "such as those that Inductor compiles for the CPU, and the host backend can't see them; or an op writes to "
-            "state undeclared: npu_fuse.register_side_effects says so; or the function returns memory that nothing wrote"
+            "state undeclared: npu_fuse.register_side_effects says so; or the function returns memory that none wrote"
         ) from cause
 
 
