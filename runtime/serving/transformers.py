@@ -148,7 +148,7 @@ class _Forward:
         is_decode = (
             _tokens(args, kwargs) == 1
             and any(map(_is_filled, caches))
-            and (not self._captures or all(cache.is_compileable for cache in caches))
+            and (not self._captures or all(getattr(cache, "is_compileable", False) for cache in caches))
         )
         return (self._decode if is_decode else self._prefill)(*args, **kwargs)
 
@@ -172,7 +172,7 @@ def _make_ready(cache: Any) -> None:
     """What is to be done to a cache after a prompt has filled it, and after its tensors were replaced."""
     conv_state.adopt(cache)
     for layer in cache.layers:
-        if layer.is_compileable:
+        if getattr(layer, "is_compileable", False):
             for tensor in _tensors(vars(layer)):
                 if not hasattr(tensor, "_dynamo_static_input_type"):
                     torch._dynamo.mark_static_address(tensor)
