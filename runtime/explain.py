@@ -26,9 +26,18 @@ def explain(model: Callable[..., Any], *args: Any, options: Options | None = Non
         RuntimeError: Dynamo found nothing to compile in the call.
     """
     backend = Backend(replace(options if options is not None else Options(), keep_graphs=True))
+    compile_once(model, backend, *args, **kwargs)
+    return backend.report
+
+
+def compile_once(model: Callable[..., Any], backend: Backend, *args: Any, **kwargs: Any) -> None:
+    """Compiles `model` for the given call by a backend that keeps what it makes of it, and runs it once.
+
+    Raises:
+        RuntimeError: Dynamo found nothing to compile in the call.
+    """
     # A model that has been compiled often may have used up its recompilations: this one is for its report only.
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
         torch.compile(model, backend=backend)(*args, **kwargs)
     if not backend.reports:
-        raise RuntimeError("npu_fuse.explain: the call compiled no graph; does torch.compile skip the model?")
-    return backend.report
+        raise RuntimeError("npu_fuse: the call compiled no graph; does torch.compile skip the model?")
