@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .runtime.effects import register_side_effects
     from .runtime.explain import explain
     from .runtime.graphs import CaptureError, GraphRunner, InputSpec, PoisonError
+    from .runtime.mlir.export import export_mlir
     from .runtime.options import Options
     from .runtime.target import Target
     from .runtime.weights import unpack
@@ -31,6 +32,7 @@ __all__ = [
     "Target",
     "audit",
     "explain",
+    "export_mlir",
     "npu_fuse",
     "register_side_effects",
     "unpack",
@@ -52,6 +54,7 @@ _HOMES = {
     "Target": ".runtime.target",
     "audit": ".runtime.audit",
     "explain": ".runtime.explain",
+    "export_mlir": ".runtime.mlir.export",
     "npu_fuse": ".runtime.backend",
     "register_side_effects": ".runtime.effects",
     "unpack": ".runtime.weights",

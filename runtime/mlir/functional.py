@@ -8,6 +8,7 @@ knows views; an op that writes is called by an op of ours that gives the new val
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..effects import effect_of, told_by, writes
 from ..ops import CONTRACTS
+from ..sizes import known_same_shape
 from .errors import MlirError
 
 __all__ = ["Functional", "Written", "contract_of", "functional", "is_empty", "traced", "written_by"]
@@ -128,8 +130,7 @@ def traced(function: Callable[..., Any], inputs: Sequence[Any], decompositions: 
     first = len(given) - len(tensors)
     new = [(i, node) for i, node in zip(tensors, given[first:], strict=True) if node is not placeholders[i]]
     output.args = ((*given[:first], *(node for _, node in new)),)
-    _drop_empty_parts(module.graph)
-    module.graph.eliminate_dead_code()
+    _tidy(module.graph)
     module.recompile()
     return Functional(module, tuple(i for i, _ in new), reads.any)
 
@@ -162,13 +163,18 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _drop_empty_parts(graph: fx.Graph) -> None:
-    """Takes tensors without elements out of concatenations, where they say nothing."""
+def _tidy(graph: fx.Graph) -> None:
+    """Takes out copies of whole values, and tensors without elements out of concatenations: they say nothing."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        old, new = (part.meta["val"] for part in node.args[:2])
+        if new.dtype == old.dtype and known_same_shape(new.shape, old.shape):
+            node.replace_all_uses_with(node.args[1])
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         parts, *dim = node.args
         full = [part for part in parts if not is_empty(part.meta["val"])]
         if full and len(full) < len(parts):
             node.args = (full, *dim)
+    graph.eliminate_dead_code()
 
 
 def is_empty(value: Any) -> bool:
@@ -255,13 +261,10 @@ def _giving_writes(op: OpOverload, names: tuple[str, ...]) -> OpOverload:
     schema = op._schema
     if any(result.alias_info is not None for result in schema.returns):
         raise MlirError(f"{op} gives back what it writes, which has no form in MLIR: {schema}")
-    arguments: list[str] = []
-    for a in schema.arguments:
-        if a.kwarg_only and "*" not in arguments:
-            arguments.append("*")
-        arguments.append(f"{a.type} {a.name}")
+    arguments, _, _ = str(schema).partition("(")[2].rpartition(") -> ")
+    arguments = re.sub(r"\([a-z]\w*!?(?: -> [^)]*)?\)", "", arguments)  # the marks of what is written
     results = ", ".join([*(str(result.type) for result in schema.returns), *("Tensor" for _ in names)])
-    name = "_".join((*schema.name.split("::"), schema.overload_name, "giving", *names))
+    name = "_".join((*schema.name.split("::"), *filter(None, (schema.overload_name,)), "giving", *names))
     order = [a.name for a in schema.arguments]
 
     def fake(*args: Any, **kwargs: Any) -> Any:
@@ -272,7 +275,7 @@ def _giving_writes(op: OpOverload, names: tuple[str, ...]) -> OpOverload:
         return every[0] if len(every) == 1 else every
 
     library = _library()
-    library.define(f"{name}({', '.join(arguments)}) -> ({results})")  # type: ignore[no-untyped-call]  # torch's own
+    library.define(f"{name}({arguments}) -> ({results})")  # type: ignore[no-untyped-call]  # torch's own
     torch.library.register_fake(f"npu_fuse::{name}", fake, lib=library)
     giving: OpOverload = getattr(torch.ops.npu_fuse, name).default
     _WRITTEN[giving] = Written(op, names)

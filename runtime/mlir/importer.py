@@ -65,7 +65,8 @@ class Importer(fx_importer.FxImporter):  # type: ignore[misc]  # it has no annot
                 for place, value in zip(graph.written, given[first:], strict=True):
                     module.graph.call_function(aten.copy_.default, (placeholders[place], value))
             output.args = (given[:first],)
-        constraints = _ranges(placeholders)
+        # Linalg's types say that a size varies, and that is all that it has of it.
+        constraints = _ranges(placeholders) if overwrites else {}
         self._cc._symbolic_guards = constraints
         try:
             function = self.import_graph_module(
