@@ -63,7 +63,7 @@ clean:
 	rm -rf $(CPU) $(NPU) $(SERVING) build npu_fuse.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # What each environment holds besides the package itself.
-$(CPU)/.requirements: REQUIREMENTS := '.[dev,demo,bench]'
+$(CPU)/.requirements: REQUIREMENTS := '.[dev,demo,bench,mlir]'
 $(NPU)/.requirements: REQUIREMENTS := '.[dev,npu,bench]'
 $(SERVING)/.requirements: REQUIREMENTS := '.[dev,serving]'
 

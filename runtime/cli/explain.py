@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from ...passes.report import Report
-from ..explain import explain
+from ..backend import Backend
+from ..explain import compile_once
 from ..options import Options
 from . import OK, UsageError, calls, settings
 
@@ -66,12 +67,23 @@ def report_of(call: calls.Call, options: Options) -> Report:
     Raises:
         UsageError: the call fails.
     """
+    return backend_of(call, options).report
+
+
+def backend_of(call: calls.Call, options: Options) -> Backend:
+    """What has compiled one call, with its graphs and reports.
+
+    Raises:
+        UsageError: the call fails.
+    """
+    backend = Backend(settings.kept(options, keep_graphs=True))
     try:
-        return explain(call.model, *call.args, options=options, **call.kwargs)
+        compile_once(call.model, backend, *call.args, **call.kwargs)
     except Exception as error:
         phase = f" in {call.phase}" if call.phase else ""
         first = str(error).strip().split("\n")[0]
         raise UsageError(f"the model can't be called{phase}: {type(error).__name__}: {first}") from error
+    return backend
 
 
 def write(path: Path, text: str) -> None:

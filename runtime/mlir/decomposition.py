@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..ops import OpContract
-from .functional import Functional, traced
+from .functional import Functional, computed, traced
 
 __all__ = ["decomposition"]
 
@@ -27,11 +27,12 @@ def decomposition(contract: OpContract, call: Mapping[str, Any], decompositions:
 
     Raises:
         TypeError, ValueError: the call doesn't fit the contract.
+        MlirError: the reference reads values, and the tensors are fake ones, which have none.
     """
     bound = contract.bind(**call)
     names = [name for name, value in bound.items() if isinstance(value, torch.Tensor)]
 
     def run(*tensors: torch.Tensor) -> Any:
-        return contract.reference(**{**bound, **dict(zip(names, tensors, strict=True))})
+        return computed(contract, {**bound, **dict(zip(names, tensors, strict=True))})
 
     return traced(run, [bound[name] for name in names], decompositions)

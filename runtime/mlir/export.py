@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-import torch
 from torch import fx
 
 from ..backend import Backend
@@ -39,9 +38,9 @@ def export_mlir(
         model: a graph of `Backend.graphs`, which becomes the function `main`; or a module or function as it would be
             given to torch.compile, which is compiled for one call: its graphs become `graph_0`, `graph_1`, …
         *args: one call of the model.
-        form: "torch" is torch's dialect, with fused ops as `torch.operator`. "calls" is the same with fused ops as calls
-            of functions that are declared, each argument by its name. "linalg" is linalg on tensors, with fused ops
-            taken apart as their references are.
+        form: "torch" is torch's dialect, with fused ops as `torch.operator`. "calls" is the same with fused ops as
+            calls of functions that are declared, each argument by its name. "linalg" is linalg on tensors, with fused
+            ops taken apart as their references are.
         constants: write out tensors that a graph holds, which the text leaves out where they are long.
         locations: say of each op which line of the model it comes from.
         options: settings of the backend.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,19 +19,23 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops import auto_functionalize
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..effects import effect_of, told_by, writes
-from ..ops import CONTRACTS
+from ..ops import CONTRACTS, OpContract
 from ..sizes import known_same_shape
 from .errors import MlirError
 
-__all__ = ["Functional", "Written", "contract_of", "functional", "is_empty", "traced", "written_by"]
+__all__ = ["Functional", "Written", "computed", "contract_of", "functional", "is_empty", "traced", "written_by"]
 
 aten = torch.ops.aten
+
+_LACKING_VALUES = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +74,22 @@ def written_by(target: object) -> Written | None:
     return _WRITTEN.get(target) if isinstance(target, OpOverload) else None
 
 
-def contract_of(target: object) -> Any:
+def contract_of(target: object) -> OpContract | None:
     """The contract of an op, or None."""
     return CONTRACTS.get(target._schema.name) if isinstance(target, OpOverload) else None
+
+
+def computed(contract: OpContract, given: Mapping[str, Any]) -> Any:
+    """What the reference of a contract gives.
+
+    Raises:
+        MlirError: it reads values, and the tensors have none.
+    """
+    try:
+        return contract.reference(**given)
+    except _LACKING_VALUES as error:
+        told = f"the reference of {contract.name} reads values of tensors, which a graph doesn't have"
+        raise MlirError(told) from error
 
 
 def functional(module: fx.GraphModule, decompositions: Mapping[Any, Any] | None = None) -> Functional:
@@ -91,13 +109,7 @@ def functional(module: fx.GraphModule, decompositions: Mapping[Any, Any] | None 
         graph.output(graph.graph_copy(module.graph, {}))
         return Functional(fx.GraphModule(module, graph), ())
     interpreter = _Interpreter(module, by_references=decompositions is not None)
-    mode = detect_fake_mode(inputs)
-    assert mode is not None
-    try:
-        with mode:
-            return traced(interpreter.run, inputs, decompositions or {})
-    except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode as error:
-        raise MlirError(f"{interpreter.at} reads values of a tensor, which a graph doesn't have") from error
+    return traced(interpreter.run, inputs, decompositions or {})
 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Any], decompositions: Mapping[Any, Any]) -> Functional:
@@ -110,6 +122,7 @@ def traced(function: Callable[..., Any], inputs: Sequence[Any], decompositions: 
         decompositions: take ops apart.
     """
     reads = _Reads()
+    fake = detect_fake_mode(inputs) or nullcontext()
 
     def run(*given: Any) -> tuple[Any, ...]:
         outputs = function(*given)
@@ -120,7 +133,7 @@ def traced(function: Callable[..., Any], inputs: Sequence[Any], decompositions: 
         with reads:
             return dispatch_functionalize(run, FunctionalTensorMode())(*given)
 
-    with torch.no_grad(), traceback.preserve_node_meta():
+    with fake, torch.no_grad(), traceback.preserve_node_meta():
         module = make_fx(values_only, decomposition_table=dict(decompositions))(*inputs)
     placeholders = module.graph.find_nodes(op="placeholder")
     tensors = [place for place, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
@@ -135,11 +148,11 @@ def traced(function: Callable[..., Any], inputs: Sequence[Any], decompositions: 
     return Functional(module, tuple(i for i, _ in new), reads.any)
 
 
-class _Reads(TorchDispatchMode):
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Lets a function read numbers of tensors that have some, which tracing forbids; they become part of the graph."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.any = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,11 +205,10 @@ class _Interpreter(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, by_references: bool) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # an error is told as it is
         self._by_references = by_references
-        self.at = ""  # the op that runs
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.at = str(target)
         if target is torch.ops.higher_order.auto_functionalized_v2:
             return self._functionalised(*args, **kwargs)
         if not isinstance(target, OpOverload) or target.namespace in ("aten", "prims"):
@@ -218,15 +230,11 @@ class _Interpreter(fx.Interpreter):
         return (*(result if isinstance(result, tuple) else (result,)), *bases)
 
     def _call(self, target: OpOverload, given: dict[str, Any]) -> Any:
-        self.at = str(target)
         effect = told_by(target)
         op = target if effect is None else effect.op
-        contract = contract_of(op)
+        contract = contract_of(op) if self._by_references else None
         given = {a.name: given.get(a.name, a.default_value) for a in op._schema.arguments}
-        if self._by_references and contract is not None:
-            result = contract.reference(**given)
-        else:
-            result = _called(op, given)
+        result = _called(op, given) if contract is None else computed(contract, given)
         if effect is None:
             return result
         results = result if isinstance(result, tuple) else (result,)

@@ -42,13 +42,16 @@ class Importer(fx_importer.FxImporter):  # type: ignore[misc]  # it has no annot
         self.overwritten: set[fx.Node] = set()
         self.declared: dict[str, str] = {}
 
-    def add(self, graph: Functional, name: str, *, overwrites: bool) -> None:
+    def add(self, graph: Functional, name: str, *, overwrites: bool) -> Any:
         """Imports a graph, which is changed by it.
 
         Args:
             graph: the graph.
             name: of the function.
             overwrites: write the new values of its inputs into them; else they are results behind the others.
+
+        Returns:
+            The function.
 
         Raises:
             MlirError: the importer knows no form of a node.
@@ -78,12 +81,12 @@ class Importer(fx_importer.FxImporter):  # type: ignore[misc]  # it has no annot
             with self._c:
                 places = [ir.IntegerAttr.get(ir.IntegerType.get_signless(64), i) for i in graph.written]
                 function.attributes["npu_fuse.new_values_of_inputs"] = ir.ArrayAttr.get(places)
+        return function
 
     def _graph_to_function_meta(self, g: fx.Graph) -> tuple[Any, Any]:
         kind, location = super()._graph_to_function_meta(g)
         inputs = [
-            self._cc.node_val_to_type(node, mutable=node in self.overwritten)
-            for node in g.find_nodes(op="placeholder")
+            self._cc.node_val_to_type(node, mutable=node in self.overwritten) for node in g.find_nodes(op="placeholder")
         ]
         return ir.FunctionType.get(inputs, kind.results, context=self._c), location
 
@@ -137,7 +140,7 @@ class _NodeImporter(fx_importer.GraphNodeImporter):  # type: ignore[misc]  # it 
 
     def _import_as_call(self, loc: Any, node: fx.Node, written: Written | None) -> None:
         """A fused op as a call: its tensors are operands by name, its numbers and words attributes."""
-        op = written.op if written is not None else node.target
+        op: Any = written.op if written is not None else node.target
         given = _by_name(node, op)
         operands: dict[str, Any] = {}
         attributes = {"npu_fuse.op": ir.StringAttr.get(op._schema.name, self._c)}
@@ -155,9 +158,7 @@ class _NodeImporter(fx_importer.GraphNodeImporter):  # type: ignore[misc]  # it 
             names[len(kinds) - len(written.names) :] = [f"new {name}" for name in written.names]
         callee = ir.FlatSymbolRefAttr.get(self._declared(op, operands, kinds, names, attributes), self._c)
         values = list(operands.values())
-        call = ir.Operation.create(
-            "func.call", results=kinds, operands=values, attributes={"callee": callee}, loc=loc
-        )
+        call = ir.Operation.create("func.call", results=kinds, operands=values, attributes={"callee": callee}, loc=loc)
         self._bind(node, list(call.results))
 
     def _declared(
@@ -183,7 +184,8 @@ class _NodeImporter(fx_importer.GraphNodeImporter):  # type: ignore[misc]  # it 
                 if any(names):
                     function.attributes["res_attrs"] = _named(names)
             importer.symbol_table.insert(function)
-        return importer.declared[like]
+        found: str = importer.declared[like]
+        return found
 
     def _attribute(self, value: Any) -> Any:
         with ir.Location.unknown(self._c):

@@ -85,7 +85,7 @@ class Jit:
             run_passes(module, _pipeline(_TO_LOOPS))
             _widen_choices(module)
             run_passes(module, _pipeline(_TO_LLVM))
-            self._engine = ExecutionEngine(module, opt_level=2)
+            self._engine = ExecutionEngine(module, opt_level=0)  # compiling takes longer than running does
         try:
             self._engine.lookup(name)
         except RuntimeError as error:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import signal
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch_mlir.passmanager import PassManager
 
 from .errors import MlirError
 from .functional import is_empty, written_by
+from .tool import run_tool
 
 __all__ = ["check", "decompositions", "parse", "run_passes", "to_linalg"]
 
@@ -43,7 +42,7 @@ def _sorted(x: torch.Tensor, *, stable: bool | None, dim: int = -1, descending: 
     return aten.sort.default(x, dim, descending)
 
 
-def _scattered(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> torch.Tensor:
+def _scattered(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> Any:
     # torch-mlir 20261001 dies of a scatter.
     last = index.movedim(dim, -1)
     if last.shape[:-1] != x.movedim(dim, -1).shape[:-1]:
@@ -76,32 +75,15 @@ def check(graph: fx.Graph) -> None:
 
 
 def to_linalg(module: ir.Module) -> ir.Module:
-    """Lowers a module of torch's ops; gives another one.
-
-    It is done by a process of its own: where torch-mlir lacks a check, it ends the process that it runs in.
+    """A module of torch's ops, lowered.
 
     Raises:
         MlirError: torch-mlir has no lowering of an op.
     """
     tool = next(Path(folder) / "torch-mlir-opt" for folder in _mlir_libs.__path__)
     given = module.operation.get_asm(enable_debug_info=True)
-    try:
-        run = subprocess.run(
-            [tool, "-", f"--pass-pipeline={_TO_LINALG}", "--mlir-print-debuginfo"],
-            input=given,
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise MlirError(f"torch-mlir takes longer than {_PATIENCE} s") from error
-    if run.returncode < 0:
-        raise MlirError(f"torch-mlir dies of it, by {signal.Signals(-run.returncode).name}")
-    if run.returncode:
-        told = [line.partition("error: ")[2] for line in run.stderr.splitlines() if "error: " in line]
-        raise MlirError(f"torch-mlir: {told[0] if told else run.stderr.strip()}")
-    return parse(run.stdout, module.context)
+    text = run_tool(tool, (f"--pass-pipeline={_TO_LINALG}", "--mlir-print-debuginfo"), given, _PATIENCE)
+    return parse(text, module.context)
 
 
 def parse(text: str, context: ir.Context) -> ir.Module:

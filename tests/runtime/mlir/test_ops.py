@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import mlir_ops
 import pytest
 import torch
 
+import mlir_ops
 from npu_fuse.runtime.mlir.errors import MlirError
 from npu_fuse.runtime.mlir.jit import Jit
 from npu_fuse.runtime.ops import CONTRACTS
