@@ -133,9 +133,9 @@ class Shapes:
 
     def order(self, name: str, value: torch.Tensor) -> tuple[int, ...] | None:
         """The dims of the static buffer of a value as they lie in memory, None if in their own order."""
-        if not self.of(name).keep_order or value.is_contiguous():
-            return None
         strides = value.stride()
+        if not self.of(name).keep_order or value.is_contiguous() or 0 in strides:  # an expanded dim lies nowhere
+            return None
         order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
         return None if order == tuple(range(len(strides))) else order
 

@@ -231,6 +231,21 @@ def test_settings_that_are_unknown():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "layout", [torch.t, lambda x: x[:, ::2], lambda x: x[:1].expand(3, 5), lambda x: x[:, :1].expand(3, 5)]
+)
+def test_inputs_that_are_views_of_other_memory(layout):
+    def function(x):
+        return (x * 2).reshape(-1), x.t().reshape(-1) + 1
+
+    replayed, _ = compiled(function)
+    for _ in range(2):
+        x = layout(torch.randn(3, 5))
+        for got, expected in zip(replayed(x), function(x), strict=True):
+            assert torch.equal(got, expected)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_transposed_inputs(dynamic):
     def function(x):
