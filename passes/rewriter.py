@@ -407,7 +407,7 @@ class Edit:
             Refused: what one gives is used outside of the site too.
         """
         found = set(collectives)
-        for node in found:
+        for node in found - {self._origin}:  # which is replaced
             if node.users.keys() - set(self._claimed):
                 raise Refused(f"what {node.target} gives is used elsewhere too, so that it would be done twice")
         self._absorbed |= found

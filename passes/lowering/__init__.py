@@ -15,6 +15,7 @@ from ...patterns import group_norm_silu as group_norm_silu_pattern
 from ...patterns import grouped_moe_gating as grouped_moe_gating_pattern
 from ...patterns import kv_cache_write as kv_cache_write_pattern
 from ...patterns import latent_cache_write as latent_cache_write_pattern
+from ...patterns import mm_all_reduce as mm_all_reduce_pattern
 from ...patterns import moe_gating as moe_gating_pattern
 from ...patterns import norm_cast as norm_cast_pattern
 from ...patterns import norm_quant as norm_quant_pattern
@@ -37,6 +38,7 @@ from . import (
     group_norm_silu,
     kv_cache_write,
     latent_cache_write,
+    mm_all_reduce,
     moe_gating,
     norm_cast,
     norm_quant,
@@ -59,6 +61,7 @@ LOWERINGS: Mapping[str, Lowering] = {
     qk_rope_pattern.KIND: qk_rope.lower,
     norm_quant_pattern.KIND: norm_quant.lower,
     norm_cast_pattern.KIND: norm_cast.lower,
+    mm_all_reduce_pattern.KIND: mm_all_reduce.lower,
     add_rms_norm_pattern.KIND: rms_norm.lower_add,
     clipped_swiglu_pattern.KIND: clipped_swiglu.lower,
     fast_gelu_pattern.KIND: fast_gelu.lower,

@@ -15,6 +15,7 @@ from .gelu import NPU_FAST_GELU, NPU_GEGLU
 from .group_norm_silu import NPU_GROUP_NORM_SILU
 from .interleave_rope import NPU_INTERLEAVE_ROPE
 from .kv_rmsnorm_rope_cache import NPU_KV_RMSNORM_ROPE_CACHE, NPU_KV_RMSNORM_ROPE_CACHE_V2
+from .mm_all_reduce import NPU_MM_ALL_REDUCE_BASE
 from .moe_gating import NPU_MOE_GATING_TOP_K, NPU_MOE_GATING_TOP_K_SOFTMAX
 from .mrope import NPU_MROPE
 from .norm_quant import (
@@ -65,6 +66,7 @@ _ALL = (
     NPU_GROUP_NORM_SILU,
     NPU_TRANSPOSE_BATCHMATMUL,
     NPU_MOE_GATING_TOP_K_SOFTMAX,
+    NPU_MM_ALL_REDUCE_BASE,
     NPU_MOE_GATING_TOP_K,
     NPU_FUSED_INFER_ATTENTION_SCORE,
     NPU_FUSED_INFER_ATTENTION_SCORE_V2,

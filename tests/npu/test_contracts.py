@@ -149,6 +149,11 @@ MIXED_CALLS: Mapping[str, Sequence[MixedCall]] = {
         for dtype in (HALF, BRAIN)
         for tokens in (5, 1)
     ],
+    "npu::npu_mm_all_reduce_base": [
+        ({"x1": ([*rows, 16], dtype), "x2": ([16, 8], dtype)}, {"hcom": "group"})
+        for dtype in (HALF, BRAIN)
+        for rows in ([3], [2, 3])
+    ],
     "npu::npu_add_rms_norm_cast": [
         ({"x1": ([3, 16], HALF), "x2": ([3, 16], HALF), "gamma": ([16], HALF)}, {}),
         ({"x1": ([2, 3, 16], BRAIN), "x2": ([2, 3, 16], BRAIN), "gamma": ([3, 16], BRAIN)}, {"epsilon": 1e-5}),

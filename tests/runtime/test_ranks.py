@@ -26,7 +26,8 @@ HALF = {
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     """What each function gives on both ranks."""
-    names = ("written_by_hand", "in_place", "dtensors", "one_rank_may_not_move_its_weights", "one_rank_compiles_alone")
+    names = ("written_by_hand", "matmuls_that_are_added_up", "in_place", "dtensors")
+    names += ("one_rank_may_not_move_its_weights", "one_rank_compiles_alone")
     results = two_ranks.on_two_ranks(two_ranks.all_of, *(getattr(two_ranks, name) for name in names))
     return {name: [rank[i] for rank in results] for i, name in enumerate(names)}
 
@@ -35,13 +36,25 @@ def test_each_rank_fuses_its_part(found: dict[str, list[Any]]) -> None:
     first, second = found["written_by_hand"]
     for rank in (first, second):
         assert rank["ops"] == {"sgl_kernel_npu::split_qkv_tp_rmsnorm_rope": 1, **HALF}
-        assert not rank["refused"]
+        assert list(rank["refused"]) == ["mm_all_reduce"]  # it is turned off
         assert rank["error"] < max(2 * rank["eager"], 2**-5)
     all_reduce, wait = "_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default"
     before, after = first["collectives"]
     assert before == [all_reduce, wait] * 4
     assert after == ["sgl_kernel_npu.split_qkv_tp_rmsnorm_rope.default", *[all_reduce, wait] * 2]
     assert second["collectives"] == first["collectives"]
+
+
+def test_a_matmul_and_the_sum_of_all_ranks_are_one_op(found: dict[str, list[Any]]) -> None:
+    for rank in found["matmuls_that_are_added_up"]:
+        qkv = "sgl_kernel_npu::split_qkv_tp_rmsnorm_rope"
+        assert rank["ops"] == {qkv: 1, "npu::npu_mm_all_reduce_base": 2, **HALF}
+        after = (qkv, "npu::npu_mm_all_reduce_base", "npu::npu_mm_all_reduce_base")
+        assert rank["collectives"][1] == [f"{op.replace('::', '.')}.default" for op in after]
+        assert rank["error"] < max(2 * rank["eager"], 2**-5)
+        unknown = rank["unknown"]
+        assert unknown["ops"] == {qkv: 1, **HALF}
+        assert "not known to be on one machine (LOCAL_WORLD_SIZE)" in unknown["refused"]["mm_all_reduce"]
 
 
 def test_collectives_in_place_stay_where_they_are(found: dict[str, list[Any]]) -> None:
@@ -56,7 +69,7 @@ def test_collectives_in_place_stay_where_they_are(found: dict[str, list[Any]]) -
 def test_models_of_dtensors_are_fused_but_for_what_moves_weights(found: dict[str, list[Any]]) -> None:
     for rank in found["dtensors"]:
         assert rank["ops"] == {"npu::npu_rms_norm": 1, "npu::npu_add_rms_norm": 1}
-        assert list(rank["refused"]) == ["glu"]
+        assert list(rank["refused"]) == ["glu", "mm_all_reduce"]
         assert "a weight of its projections is a DTensor" in rank["refused"]["glu"]
         assert rank["error"] < 2**-4
         assert rank["all"] >= 2
