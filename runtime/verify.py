@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..passes.rewrites import Program, Rewrite, Rewrites, SiteKey
 from .graphs.record import Recorder
 from .reproducer import Reproducers
-from .tolerance import Difference, difference, in_float64, tolerance
+from .tolerance import Difference, difference, in_float64, in_order, tolerance
 
 Without = Callable[[Mapping[SiteKey, str]], tuple[Callable[..., Any], Rewrites | None]]
 
@@ -169,7 +169,9 @@ def _verdict(rewrite: Rewrite, original: Program, values: Mapping[fx.Node, Any])
     except Exception as error:
         return Verdict(rewrite, original, None, error, read)
     allowed = tolerance(original.module, rewrite.fused)
-    wanted = [values[node] for node in rewrite.outputs]
+    found, wanted = (
+        in_order(results, original.module) for results in (found, [values[node] for node in rewrite.outputs])
+    )
     worst = _worst([difference(*of, (), allowed) for of in zip(found, wanted, strict=True)])
     if not worst.is_rounding:
         exact = in_float64(original.module, [values[node] for node in original.inputs])

@@ -421,3 +421,32 @@ def test_nothing_is_kept_of_a_graph_that_was_found_right() -> None:
         torch.compile(Norm(), backend=Backend(verify="first", strict=True))(tokens())
     assert found[0]._rewrites is None
     assert found[0]._without is None
+
+
+def test_an_order_that_the_model_leaves_open_is_none_to_compare() -> None:
+    def gating(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.topk(logits.softmax(-1), 4, sorted=False)
+
+    backend = Backend(verify="first", strict=True)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.compile(gating, backend=backend)(torch.randn(6, 16))
+    assert not warned(caught)
+    (site,) = backend.report.sites
+    assert site.status == "lowered"
+    assert "within tolerance" in str(site.verified)
+
+
+def test_experts_that_are_equally_good_may_be_chosen_either_way() -> None:
+    logits = torch.randn(64, 16).mul(2).round().div(2)  # many are the same
+
+    def gating(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.topk(logits.softmax(-1), 4)
+
+    backend = Backend(verify="first", strict=True)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.compile(gating, backend=backend)(logits)
+    assert not warned(caught)
+    (site,) = backend.report.sites
+    assert site.verified
