@@ -114,7 +114,7 @@ def difference(
 
 
 def in_order(results: Sequence[Any], program: fx.GraphModule) -> list[Any]:
-    """Results in one order where a program leaves it open, as `topk(sorted=False)` does: by the places that it gives."""
+    """Results by the places among them, where a program leaves their order open, as `topk(sorted=False)` does."""
     places = next((t for t in results if t.dtype == torch.int64 and t.dim()), None)
     if places is None or not any(map(_leaves_order_open, program.graph.nodes)):
         return list(results)
