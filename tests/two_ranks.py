@@ -146,6 +146,12 @@ def matmuls_that_are_added_up() -> dict[str, Any]:
     return {**found, "unknown": unknown}
 
 
+def kept() -> list[dict[str, Any]]:
+    """Two starts with one cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [compiled(block(shared=True), given(), cache=folder) for _ in range(2)]
+
+
 def in_place() -> dict[str, Any]:
     """The same with `dist.all_reduce(x)`, which writes x."""
 

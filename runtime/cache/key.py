@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ...patterns import values
+from .. import ranks
 from ..collectives import is_collective
 from ..effects import registered
 from ..ops import CONTRACTS
@@ -101,8 +102,16 @@ def _around(module: fx.GraphModule) -> Iterator[str]:
         outputs = [info.output_type.name for info in metadata.output_info]
         yield f"outputs {outputs}, {metadata.num_intermediate_bases} bases"
     yield f"default {torch.get_default_dtype()}"
-    if any(is_collective(node.target) for node in module.graph.nodes):
-        raise NotKept("it holds collectives, on whose fusions the ranks agree anew in each start")
+    for group in sorted({name for node in module.graph.nodes if is_collective(node.target) for name in _groups(node)}):
+        if ranks.hcom(group) != group:
+            raise NotKept("it holds collectives of HCCL, which names its groups anew in each process")
+        yield f"group {group} of {ranks.size(group)}, on one machine {ranks.share_a_host(group)}"
+
+
+def _groups(collective: fx.Node) -> list[str]:
+    """The groups that a collective is given by name."""
+    given = (*collective.args, *collective.kwargs.values())
+    return [name for name in given if isinstance(name, str) and ranks.size(name) is not None]
 
 
 def _nodes(module: fx.GraphModule) -> Iterator[str]:

@@ -27,7 +27,7 @@ HALF = {
 def found() -> dict[str, list[Any]]:
     """What each function gives on both ranks."""
     names = ("written_by_hand", "matmuls_that_are_added_up", "in_place", "dtensors")
-    names += ("one_rank_may_not_move_its_weights", "one_rank_compiles_alone")
+    names += ("kept", "one_rank_may_not_move_its_weights", "one_rank_compiles_alone")
     results = two_ranks.on_two_ranks(two_ranks.all_of, *(getattr(two_ranks, name) for name in names))
     return {name: [rank[i] for rank in results] for i, name in enumerate(names)}
 
@@ -55,6 +55,14 @@ def test_a_matmul_and_the_sum_of_all_ranks_are_one_op(found: dict[str, list[Any]
         unknown = rank["unknown"]
         assert unknown["ops"] == {qkv: 1, **HALF}
         assert "not known to be on one machine (LOCAL_WORLD_SIZE)" in unknown["refused"]["mm_all_reduce"]
+
+
+def test_what_ranks_fused_is_kept_and_agreed_on_again(found: dict[str, list[Any]]) -> None:
+    for first, second in found["kept"]:
+        assert (first["cache"], second["cache"]) == ("1 kept", "1 taken")
+        assert first["ops"]["npu::npu_mm_all_reduce_base"] == 2
+        assert second["collectives"] == first["collectives"]
+        assert second["error"] == first["error"]
 
 
 def test_collectives_in_place_stay_where_they_are(found: dict[str, list[Any]]) -> None:
