@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 from torch._higher_order_ops import auto_functionalize
 from torch._ops import OpOverload
 
 from ..runtime.effects import declared_writes, told_by
+from ..runtime.sizes import is_contiguous, known_equal
 from .effects import is_pure
 from .rewriter import Rewriter
 
@@ -157,7 +159,7 @@ def _functionalised(node: fx.Node) -> Write | None:
     left = [i for i in range(len(op._schema.returns)) if effect is None or i not in effect.returns]
     # A call that gives nothing is functional as a tuple that begins with None.
     items = _items(node, max(len(left), 1) + len(bases))
-    if items is None or _is_in_place(told):
+    if items is None or _is_in_place(told) or not all(_is_placed(view, bases) for view in pytree.tree_leaves(views)):
         return None
     new_values = items[max(len(left), 1) :]
 
@@ -185,6 +187,24 @@ def _map_views(views: Any, function: Callable[[Any], Any]) -> Any:
     return function(views)
 
 
+def _is_placed(view: Any, bases: tuple[fx.Node, ...]) -> bool:
+    """Whether it is known where in its base a view begins.
+
+    torch counts from the begin of a storage, which the base may have left since: all of it, or one at that begin.
+    """
+    if not isinstance(view, auto_functionalize.AsStridedViewInfo):
+        return True
+    base = bases[view.base_index]
+    return _is_whole(view, base) or known_equal(base.meta["val"].storage_offset(), 0)
+
+
+def _is_whole(view: Any, base: fx.Node) -> bool:
+    """Whether a view is all of its base, both of them contiguous."""
+    value: torch.Tensor = base.meta["val"]
+    laid = value.new_empty_strided(view.size, view.stride)
+    return is_contiguous(value) and is_contiguous(laid) and known_equal(value.numel(), laid.numel())
+
+
 def _regenerate(rewriter: Rewriter, node: fx.Node, view: Any, bases: tuple[fx.Node, ...]) -> fx.Node | None:
     """A written argument as the view of its base that it was."""
     if view is None:
@@ -193,8 +213,8 @@ def _regenerate(rewriter: Rewriter, node: fx.Node, view: Any, bases: tuple[fx.No
     if isinstance(view, auto_functionalize.SliceViewInfo):
         return rewriter.insert(node, aten.slice.Tensor, base, view.dim, view.start, view.end)
     if isinstance(view, auto_functionalize.AsStridedViewInfo):
-        sizes, strides = list(view.size), list(view.stride)
-        return rewriter.insert(node, aten.as_strided.default, base, sizes, strides, view.storage_offset)
+        offset = [] if _is_whole(view, base) else [view.storage_offset]
+        return rewriter.insert(node, aten.as_strided.default, base, list(view.size), list(view.stride), *offset)
     return base
 
 

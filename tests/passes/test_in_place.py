@@ -427,6 +427,21 @@ def test_inputs_side_by_side_in_one_buffer_are_buffers_of_their_own() -> None:
     assert sorted({*ops(found)}) == ["add", "index_copy_", "index_put_", "mul", "mul_", "sin", "split"]
 
 
+def test_an_op_that_writes_a_view_of_an_input_inside_a_larger_buffer_writes_nothing_beside_it() -> None:
+    """torch says where a view begins in the storage of a copy; the input itself begins elsewhere."""
+
+    def model(rows: Tensor, k: Tensor, cache: Tensor, at: Tensor) -> Tensor:
+        cache.index_copy_(0, at, rows)
+        torch.ops.npu_fuse_test_in_place.store(k, k + 1, cache.view(cache.shape), None, 0)
+        return rows.sin()
+
+    buffer, expected = (torch.arange(72.0).view(3, 4, 6) for _ in range(2))
+    rows, k = torch.ones(1, 6), torch.full((1, 6), 9.0)
+    model(rows, k, expected[2], torch.tensor([1]))
+    compiled(model, rows, k, buffer[2], torch.tensor([1]))
+    assert torch.equal(buffer, expected)
+
+
 def test_inputs_that_come_to_share_memory() -> None:
     """pytorch/pytorch#139789. What torch has compiled for inputs that share memory, it uses for all later ones."""
 
