@@ -2,14 +2,14 @@
 
     python benchmarks/mlir_ops.py [OP …]
 
-Prints a Markdown table: an op in each of its dtypes, and the largest difference from what its reference gives in torch,
-or why torch-mlir can't lower it.
+Prints a Markdown table: of each op, in each of its dtypes, the largest difference of a result from what the reference
+gives in torch, as a part of the result's largest number; or why it can't be lowered.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -347,22 +347,23 @@ def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(tensor.isnan(), 2.0, torch.where(tensor.isinf(), tensor.sign(), 0.0))
 
 
-def rows(names: list[str]) -> Iterator[Row]:
-    for name in names or CALLS:
-        yield from (measured(name, dtype) for dtype in CALLS[name][1])
+def cell(row: Row) -> str:
+    """What is said of an op in one dtype."""
+    worst = max((error for error, _ in row.errors), default=0.0)
+    return row.reason or ("0" if worst == 0 else f"{worst:.0e}") + ("" if row.is_right else " (wrong)")
 
 
 def main(names: list[str]) -> int:
     """Prints the table; the exit status is 1 where a number is off."""
-    print("| op | dtype | off by at most | |")
-    print("|---|---|---|---|")
+    print(f"| op | {' | '.join(str(dtype).removeprefix('torch.') for dtype in EVERY)} | |")
+    print("|---|---|---|---|---|")
     is_right = True
-    for row in rows(names):
-        worst = max((error for error, _ in row.errors), default=0.0)
-        note = row.reason or ("for the values read" if row.has_read else "")
-        number = "not lowered" if row.reason else f"{worst:.1e}" if worst else "0"
-        print(f"| `{row.op}` | {str(row.dtype).removeprefix('torch.')} | {number} | {note} |", flush=True)
-        is_right &= row.is_right
+    for name in names or CALLS:
+        found = {dtype: measured(name, dtype) for dtype in CALLS[name][1]}
+        cells = " | ".join(cell(found[dtype]) if dtype in found else "" for dtype in EVERY)
+        note = "reads values" if any(row.has_read for row in found.values()) else ""
+        print(f"| `{name}` | {cells} | {note} |", flush=True)
+        is_right &= all(row.is_right for row in found.values())
     return 0 if is_right else 1
 
 

@@ -19,23 +19,21 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops import auto_functionalize
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..effects import effect_of, told_by, writes
 from ..ops import CONTRACTS, OpContract
+from ..ops.reasons import NO_VALUES
 from ..sizes import known_same_shape
+from ..weights import pack, transposed
 from .errors import MlirError
 
 __all__ = ["Functional", "Written", "computed", "contract_of", "functional", "is_empty", "traced", "written_by"]
 
 aten = torch.ops.aten
-
-_LACKING_VALUES = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ def computed(contract: OpContract, given: Mapping[str, Any]) -> Any:
     """
     try:
         return contract.reference(**given)
-    except _LACKING_VALUES as error:
+    except NO_VALUES as error:
         told = f"the reference of {contract.name} reads values of tensors, which a graph doesn't have"
         raise MlirError(told) from error
 
@@ -103,13 +101,50 @@ def functional(module: fx.GraphModule, decompositions: Mapping[Any, Any] | None 
     Raises:
         MlirError: a write can't be expressed, or a reference reads values, which a graph doesn't have.
     """
-    inputs = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
-    if decompositions is None and not any(map(_writes, module.graph.nodes)):
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(module.graph, {}))
-        return Functional(fx.GraphModule(module, graph), ())
-    interpreter = _Interpreter(module, by_references=decompositions is not None)
-    return traced(interpreter.run, inputs, decompositions or {})
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    copy = fx.GraphModule(module, graph)
+    held = _held_as_inputs(copy)
+    inputs = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    if decompositions is None and not any(map(_is_no_function, graph.nodes)):
+        found = Functional(copy, ())
+    else:
+        interpreter = _Interpreter(copy, by_references=decompositions is not None)
+        found = traced(interpreter.run, inputs, decompositions or {})
+    if any(place >= len(inputs) - len(held) for place in found.written):
+        raise MlirError("the graph writes a tensor that it holds itself")
+    _hold(found.module, held)
+    return found
+
+
+def _held_as_inputs(module: fx.GraphModule) -> list[torch.Tensor]:
+    """Makes the tensors that a graph holds its last inputs; gives them."""
+    graph = module.graph
+    held: list[torch.Tensor] = []
+    for node in graph.find_nodes(op="get_attr"):
+        tensor = getattr(module, str(node.target))
+        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+            place = graph.placeholder(f"held_{len(held)}")
+        place.meta.update(node.meta)
+        node.replace_all_uses_with(place)
+        graph.erase_node(node)
+        held.append(tensor)
+    module.recompile()
+    return held
+
+
+def _hold(module: fx.GraphModule, held: Sequence[torch.Tensor]) -> None:
+    """Makes a graph hold tensors that are its last inputs; those without values, on the meta device, stay inputs."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for node, tensor in zip(placeholders[len(placeholders) - len(held) :], held, strict=True):
+        if not tensor.is_meta:
+            setattr(module, node.name, tensor)
+            with module.graph.inserting_before(next(n for n in module.graph.nodes if n.op != "placeholder")):
+                own = module.graph.get_attr(node.name)
+            own.meta.update(node.meta)
+            node.replace_all_uses_with(own)
+            module.graph.erase_node(node)
+    module.recompile()
 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Any], decompositions: Mapping[Any, Any]) -> Functional:
@@ -177,7 +212,10 @@ def _is_mask(index: Any) -> bool:
 
 
 def _tidy(graph: fx.Graph) -> None:
-    """Takes out copies of whole values, and tensors without elements out of concatenations: they say nothing."""
+    """Takes out what says nothing: devices, copies of whole values, and tensors without elements that are joined."""
+    for node in graph.nodes:
+        if node.kwargs.get("device") is not None:
+            node.update_kwarg("device", None)
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         old, new = (part.meta["val"] for part in node.args[:2])
         if new.dtype == old.dtype and known_same_shape(new.shape, old.shape):
@@ -195,9 +233,16 @@ def is_empty(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and any(isinstance(size, int) and size == 0 for size in value.shape)
 
 
-def _writes(node: fx.Node) -> bool:
-    is_functionalised = node.target is torch.ops.higher_order.auto_functionalized_v2
-    return node.op == "call_function" and (is_functionalised or bool(writes(node.target)))
+def _is_no_function(node: fx.Node) -> bool:
+    """Whether a node does more than a function does, or is code that MLIR can't call."""
+    if node.op != "call_function" or node.target in (pack, transposed) or _is_range(node.target):
+        return node.op == "call_function"
+    return node.target is torch.ops.higher_order.auto_functionalized_v2 or bool(writes(node.target))
+
+
+def _is_range(target: Any) -> bool:
+    """Whether a call begins or ends a range of the profiler."""
+    return isinstance(target, OpOverload) and target.namespace == "profiler"
 
 
 class _Interpreter(fx.Interpreter):
@@ -211,6 +256,13 @@ class _Interpreter(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.higher_order.auto_functionalized_v2:
             return self._functionalised(*args, **kwargs)
+        if target is pack:  # as values, not by moving parameters
+            return torch.cat(list(args[0]))
+        if target is transposed:
+            (weight,) = args
+            return (weight if weight.dim() == 2 else weight.select(1, 0)).t().contiguous()
+        if _is_range(target):
+            return None
         if not isinstance(target, OpOverload) or target.namespace in ("aten", "prims"):
             return super().call_function(target, args, kwargs)
         names = [argument.name for argument in target._schema.arguments]

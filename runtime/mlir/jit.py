@@ -83,7 +83,7 @@ class Jit:
                 raise MlirError(f"there is no function {name!r} in the text")
             self._results = [_described(kind) for kind in found[0].type.results]
             run_passes(module, _pipeline(_TO_LOOPS))
-            _widen_choices(module)
+            _widen(module)
             run_passes(module, _pipeline(_TO_LLVM))
             self._engine = ExecutionEngine(module, opt_level=0)  # compiling takes longer than running does
         try:
@@ -109,23 +109,32 @@ def _pipeline(passes: tuple[str, ...]) -> str:
     return f"builtin.module({','.join(passes)})"
 
 
-def _widen_choices(module: ir.Module) -> None:
-    """Makes choices between two bfloat16 numbers choices between float32 ones, which no pass does."""
+def _widen(module: ir.Module) -> None:
+    """Makes bfloat16 numbers float32 where no pass does it.
+
+    Between such numbers none is chosen, no integer becomes one, and none goes from one block to the next.
+    """
     brain, wide = ir.BF16Type.get(), ir.F32Type.get()
     found: list[Any] = []
 
     def visit(op: Any) -> Any:
-        if op.name == "arith.select" and op.results[0].type == brain:
+        if op.name == "arith.extf" and isinstance(op.operands[0].owner, (ir.Operation, ir.OpView)):
+            op.move_after(op.operands[0].owner)
+        if op.name in ("arith.select", "arith.sitofp", "arith.uitofp") and op.results[0].type == brain:
             found.append(op)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
     for op in found:
-        condition, *sides = op.operands
         with ir.InsertionPoint(op), op.location:
-            sides = [ir.Operation.create("arith.extf", results=[wide], operands=[side]).result for side in sides]
-            chosen = ir.Operation.create("arith.select", results=[wide], operands=[condition, *sides]).result
-            narrow = ir.Operation.create("arith.truncf", results=[brain], operands=[chosen]).result
+            operands = [
+                ir.Operation.create("arith.extf", results=[wide], operands=[value]).result
+                if value.type == brain
+                else value
+                for value in op.operands
+            ]
+            result = ir.Operation.create(op.name, results=[wide], operands=operands).result
+            narrow = ir.Operation.create("arith.truncf", results=[brain], operands=[result]).result
         op.results[0].replace_all_uses_with(narrow)
         op.erase()
 

@@ -70,7 +70,7 @@ def check(graph: fx.Graph) -> None:
         op = node.target if written is None else written.op
         if isinstance(op, OpOverload) and op.namespace not in ("aten", "prims"):
             raise MlirError(f"{op} is no op of torch's own, and nothing is known of what it is made of")
-        if is_empty(node.meta.get("val")) and node.all_input_nodes:
+        if is_empty(node.meta.get("val")) and node.all_input_nodes and op is not aten.new_empty.default:
             raise MlirError(f"{op} gives a tensor without elements, {list(node.meta['val'].shape)}, which has no form")
 
 

@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ParamSpec
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ..sizes import Size, is_contiguous, known_equal, known_true
 
 __all__ = [
     "FLOATS",
+    "NO_VALUES",
     "contiguity",
     "dtype_among",
     "dtype_name",
@@ -23,6 +26,9 @@ __all__ = [
     "rank_between",
     "shape_text",
 ]
+
+# What torch raises where a number of a fake tensor is asked for.
+NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -40,8 +46,15 @@ def first_reason(reasons: Callable[_P, Iterator[str]]) -> Callable[_P, str | Non
 
 
 def raise_first(name: str, reasons: Iterator[str]) -> None:
-    """Raises the first reason, if there is one, as a ValueError about the op `name`."""
-    for reason in reasons:
+    """Raises the first reason, if there is one, as a ValueError about the op `name`.
+
+    Reasons that ask for values are none where tensors are fake and have no values, as in a trace.
+    """
+    try:
+        reason = next(reasons, None)
+    except NO_VALUES:
+        return
+    if reason is not None:
         raise ValueError(f"{name}: {reason}")
 
 

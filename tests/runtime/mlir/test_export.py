@@ -172,6 +172,30 @@ def test_long_constants_are_left_out_unless_they_are_asked_for() -> None:
     assert not re.search(r"[0-9A-F]{40}", short)
 
 
+class Packed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(16, 32, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.silu(self.gate(x)) * self.up(x)
+
+
+def test_packed_weights_and_ranges_of_the_profiler(recwarn: pytest.WarningsRecorder) -> None:
+    model = Packed()
+    backend = npu_fuse.Backend(keep_graphs=True, profile_ranges=True)
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(torch.ones(3, 16))
+    memory = [parameter.data_ptr() for parameter in model.parameters()]
+    ((_, graph),) = backend.graphs
+    for form in ("torch", "calls"):
+        text = npu_fuse.export_mlir(graph, form=form)
+        assert named(text) == {"npu::npu_swiglu": 1}
+        assert "torch.aten.cat" in text
+    assert [parameter.data_ptr() for parameter in model.parameters()] == memory
+    assert not [warning for warning in recwarn if "npu_fuse" in str(warning.message)]
+
+
 # Writes ---------------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +238,35 @@ def test_calls_give_the_new_values() -> None:
     assert named(text) == {SCATTER: 1}
 
 
+def test_references_that_only_check_values() -> None:
+    given = page_inputs()
+    found = compiled(write_pages, *(value.clone() for value in given))
+    results = Jit(npu_fuse.export_mlir(found.after, form="linalg"))(*(_like(own, given) for own in found.inputs))
+    wanted = write_pages(*given), *given[2:4]
+    assert sorted(tuple(value.shape) for value in results) == sorted(tuple(value.shape) for value in wanted)
+    for value in wanted:
+        assert any(value.shape == result.shape and torch.equal(value, result) for result in results)
+
+
+def test_tensors_that_a_graph_holds() -> None:
+    q, k, v = (torch.randn(1, 2, 8, 64, dtype=torch.float16) for _ in range(3))
+    found = compiled(lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True), q, k, v)
+    assert found.after.graph.find_nodes(op="get_attr")
+    text = npu_fuse.export_mlir(found.after, form="linalg", constants=True)
+    torch.testing.assert_close(Jit(text)(*found.inputs)[0], found.output, rtol=2**-10, atol=2**-10)
+    for device, inputs in (("cpu", 3), ("meta", 4)):  # without values they stay inputs
+        for name in {str(node.target) for node in found.after.graph.find_nodes(op="get_attr")}:
+            setattr(found.after, name, getattr(found.after, name).to(device))
+        (function,) = (line for line in npu_fuse.export_mlir(found.after).splitlines() if "func.func" in line)
+        assert function.partition("->")[0].count("%arg") == inputs
+
+
+def _like(own: Tensor, given: tuple[Tensor, ...]) -> Tensor:
+    """The input of a graph among those of its call, by what it held before the call."""
+    same = [value for value in given if value.shape == own.shape and value.dtype == own.dtype]
+    return max(same, key=lambda value: int((value == own).sum()))
+
+
 def update(x: Tensor, cache: Tensor, rows: Tensor) -> Tensor:
     cache[rows] = x
     cache[:, :2].mul_(2)
@@ -227,8 +280,7 @@ def test_writes_of_torchs_own_are_results_in_linalg() -> None:
     assert re.search(r"npu_fuse.new_values_of_inputs = \[(\d)\]", text)
     cache = given[1].clone()
     wanted = update(given[0], cache, given[2])
-    inputs = [next(value for value in given if value.shape == own.shape) for own in found.inputs]
-    summed, new = Jit(text)(*inputs)
+    summed, new = Jit(text)(*(_like(own, given) for own in found.inputs))
     assert torch.equal(summed, wanted)
     assert torch.equal(new, cache)
     assert torch.equal(given[1], torch.ones(5, 4)), "a call writes nothing"
@@ -274,9 +326,13 @@ def test_a_list_that_is_written(ops: torch._ops._OpNamespace) -> None:
 
 
 def test_references_that_read_values() -> None:
-    found = compiled(write_pages, *page_inputs())
-    with pytest.raises(MlirError, match=f"^the reference of {SCATTER} reads values of tensors, which a graph"):
-        npu_fuse.export_mlir(found.after, form="linalg")
+    def by_hand(x: Tensor, weight: Tensor, states: Tensor, slots: Tensor) -> Tensor:
+        return torch.ops.npu.causal_conv1d(x, weight, states, cache_indices=slots, run_mode=1)
+
+    half = torch.float16
+    inputs = torch.ones(2, 1, 16, dtype=half), torch.ones(4, 16, dtype=half), torch.ones(2, 3, 16, dtype=half)
+    with pytest.raises(MlirError, match=r"^the reference of npu::causal_conv1d reads values of tensors, which a graph"):
+        npu_fuse.export_mlir(by_hand, *inputs, torch.tensor([1, 0]), form="linalg")
 
 
 def test_an_unknown_form(a_block: Compiled) -> None:
