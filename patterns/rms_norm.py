@@ -160,7 +160,7 @@ def _match_norm(node: fx.Node, value: Product, c: Canonicaliser, findings: Findi
     found = read(node, bound, ("x", "weight"), c)
     if isinstance(found, Miss) or found is None:
         return found
-    return _with_scale_before(_with_gate_before(found, c, findings), c)
+    return _with_scale_before(_with_gate_before(found, c, findings), c, findings)
 
 
 def _difference(near: Bound, pool: TermPool) -> tuple[str, int] | None:
@@ -292,13 +292,15 @@ def _with_gate_before(norm: Match, c: Canonicaliser, findings: Findings) -> Matc
     return Match(KIND, norm.node, inputs, replace(p, gate=activation, spelling=spelling), claimed, (norm,), (unit,))
 
 
-def _with_scale_before(norm: Match, c: Canonicaliser) -> Match:
-    """The norm, with the vector that x has been multiplied by for it alone."""
+def _with_scale_before(norm: Match, c: Canonicaliser, findings: Findings) -> Match:
+    """The norm, with the vector that x has been multiplied by for it alone; not with the weight of a norm before it."""
     p = norm.params
     assert isinstance(p, RmsNorm)
     product, casts = trace(norm.inputs["x"], _is_cast)
     above = {*norm.claimed, *casts}
     if p.is_composite or product.target is not torch.ops.aten.mul.Tensor or not product.users.keys() <= above:
+        return norm
+    if findings.at(KIND, product) is not None:
         return norm
     for x, factor in (product.args, product.args[::-1]):
         if not isinstance(x, fx.Node) or not isinstance(factor, fx.Node) or not values.is_vector(factor, p.hidden_size):

@@ -430,6 +430,13 @@ def _layer_norm(x: torch.Tensor) -> torch.Tensor:
     return _scaled(centred, centred.pow(2).mean(-1, keepdim=True))
 
 
+def test_a_norm_of_a_norm_is_two() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(12, 12), torch.nn.RMSNorm(12), torch.nn.RMSNorm(12))
+    found = compiled(model, tensors(FP32)[0])
+    assert [match.params.scaled_before for match in found.findings().of("rms_norm")] == [False, False]
+    assert found.report.ops == {"npu::npu_rms_norm": 2}
+
+
 NEAR: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "L2 norm": (
         lambda x: _scaled(x, (x * x).sum(-1, keepdim=True)),
