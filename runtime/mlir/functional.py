@@ -138,7 +138,7 @@ def _hold(module: fx.GraphModule, held: Sequence[torch.Tensor]) -> None:
     placeholders = module.graph.find_nodes(op="placeholder")
     for node, tensor in zip(placeholders[len(placeholders) - len(held) :], held, strict=True):
         if not tensor.is_meta:
-            setattr(module, node.name, tensor)
+            module.register_buffer(node.name, tensor)
             with module.graph.inserting_before(next(n for n in module.graph.nodes if n.op != "placeholder")):
                 own = module.graph.get_attr(node.name)
             own.meta.update(node.meta)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import npu_fuse
 from helpers import Compiled, compiled
@@ -259,6 +260,39 @@ def test_tensors_that_a_graph_holds() -> None:
             setattr(found.after, name, getattr(found.after, name).to(device))
         (function,) = (line for line in npu_fuse.export_mlir(found.after).splitlines() if "func.func" in line)
         assert function.partition("->")[0].count("%arg") == inputs
+
+
+def test_a_step_over_a_static_cache() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32, "head_dim": 16}
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    cache = StaticCache(config=config, max_cache_len=16)
+    backend = npu_fuse.Backend(keep_graphs=True)
+    given: list[tuple[object, ...]] = []
+
+    def keeping(module: torch.fx.GraphModule, inputs: list[object]) -> object:
+        compiled_graph = backend(module, inputs)
+
+        def run(*values: object) -> object:
+            given.append(tuple(value.clone() if isinstance(value, Tensor) else value for value in values))
+            return compiled_graph(*values)
+
+        return run
+
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 5]]), past_key_values=cache)
+        through = torch.compile(model, backend=keeping, fullgraph=True)
+        logits = through(torch.tensor([[3]]), past_key_values=cache).logits
+    ((_, graph),) = backend.graphs
+    found = {name: count for name, count in named(npu_fuse.export_mlir(graph)).items() if name in CONTRACTS}
+    assert found == backend.report.ops
+    assert found["sgl_kernel_npu::split_qkv_rmsnorm_rope"] == 1
+    results = Jit(npu_fuse.export_mlir(graph, form="linalg", constants=True))(*given[0])
+    (layer,) = cache.layers
+    for wanted in (logits, layer.keys, layer.values):
+        off_by = [(result - wanted).abs().max() for result in results if result.shape == wanted.shape]
+        assert min(off_by) < 1e-5
 
 
 def _like(own: Tensor, given: tuple[Tensor, ...]) -> Tensor:
