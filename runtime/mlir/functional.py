@@ -81,8 +81,10 @@ def computed(contract: OpContract, given: Mapping[str, Any]) -> Any:
     """What the reference of a contract gives.
 
     Raises:
-        MlirError: it reads values, and the tensors have none.
+        MlirError: it reads values, and the tensors have none; or it is computed by several ranks.
     """
+    if contract.group is not None and given[contract.group] is not None:
+        raise MlirError(f"{contract.name} is computed by all ranks of a group, and a text is for one")
     try:
         return contract.reference(**given)
     except NO_VALUES as error:

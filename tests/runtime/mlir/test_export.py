@@ -386,3 +386,19 @@ def test_every_op_that_writes_has_a_form() -> None:
         assert all(result.alias_info is None for result in contract.parsed_schema.returns)
         written = [argument for argument in contract.parsed_schema.arguments if argument.name in contract.mutates]
         assert {str(argument.type) for argument in written} <= {"Tensor"}
+
+
+def test_two_writes_of_one_value_stay_two(ops: torch._ops._OpNamespace) -> None:
+    """Copies that are written apart are not one copy, alike though they are before."""
+
+    def apart(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = x.clone(), x.clone()
+        ops.add_to(one, y)
+        ops.add_to(other, y)
+        return one, other
+
+    text = npu_fuse.export_mlir(apart, torch.ones(3), torch.ones(3))
+    first, second = re.findall(r"(%\d+) = torch.copy.to_tensor", text)
+    assert len(re.findall(rf"torch.operator.*\({first},|torch.operator.*\({second},", text)) == 2
+    assert f"torch.copy.to_vtensor {first} " in text
+    assert f"torch.copy.to_vtensor {second} " in text
