@@ -67,11 +67,11 @@ def findings() -> Iterator[Finding]:
     yield Finding("ok", "python", platform.python_version())
     yield _package("torch")
     torch_npu = installed_version("torch_npu")
+    strange = None
     try:
         target = Target.detect()
     except ValueError as error:
-        yield Finding("wrong", "NPU", str(error))
-        target = Target()
+        strange, target = Finding("wrong", "NPU", str(error)), Target()
     errors = probe_errors()
     if torch_npu is None:
         yield Finding("note", "torch_npu", "not installed: the fused ops run as reference implementations on the CPU")
@@ -80,12 +80,12 @@ def findings() -> Iterator[Finding]:
             "wrong",
             "torch_npu",
             f"{torch_npu} is installed and can't be imported: {_first_line(errors['torch_npu'])}. Install CANN and"
-            " source its set_env.sh; or set TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch itself can't be imported without",
+            " source its set_env.sh; or set TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch itself can't be imported without it",
         )
     else:
         yield _package("torch_npu")
         yield from _cann()
-        yield _device(target)
+        yield strange or _device(target)
     yield _sgl_kernel(target, errors)
     yield from _ops(target)
     for name, used_for in (("transformers", "generate"), ("sglang", "its plug-in"), ("vllm", "its plug-in")):
