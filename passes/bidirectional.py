@@ -18,7 +18,7 @@ from ..patterns.mask import Mask
 from ..patterns.masks.integers import Linear, of_size
 from ..patterns.masks.visibility import Visibility
 from ..patterns.match import Match
-from .rewriter import Edit, Refused
+from .edit import Edit, Refused
 
 aten = torch.ops.aten
 

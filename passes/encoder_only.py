@@ -23,9 +23,10 @@ from ..patterns.match import Findings, Match
 from ..runtime.declarations import Declaration, Declarations
 from ..runtime.options import ENCODER_ONLY
 from . import bidirectional, freed_calls
+from .edit import Edit, Refused
 from .freed_calls import FusedCall, fused_call
 from .report import Site
-from .rewriter import Edit, Refused, Rewriter
+from .rewriter import Rewriter
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from ..runtime.ops.attention_layout import is_packed, sizes
 from ..runtime.ops.attention_mask import BAND, COMPRESSED, DEFAULT_MASK, UNLIMITED
 from ..runtime.ops.contract import OpContract
 from ..runtime.sizes import known_equal
-from .rewriter import Edit, Refused
+from .edit import Edit, Refused
 
 aten = torch.ops.aten
 

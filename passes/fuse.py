@@ -8,10 +8,11 @@ from ..patterns import qkv, tp_rms_norm, values
 from ..patterns.match import Findings, Match, Miss
 from ..runtime.options import Options
 from .agreement import GROUP
+from .edit import Refused
 from .lowering import Lowering
 from .ranges import SITE
 from .report import Site
-from .rewriter import Refused, Rewriter
+from .rewriter import Rewriter
 from .views.code import lines
 from .withheld import Part, PartFailed, Withheld
 

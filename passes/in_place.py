@@ -27,9 +27,11 @@ from ..runtime.options import IN_PLACE
 from ..runtime.sizes import is_contiguous, known_equal, known_same_shape, known_true
 from .apart import part_inputs
 from .cleanup import erase_dead
+from .edit import Refused
 from .effects import is_pure
+from .layout import same_layout
 from .report import Site
-from .rewriter import Refused, Rewriter, same_layout
+from .rewriter import Rewriter
 from .writes import PUTS, Write, view_of, write
 
 aten = torch.ops.aten

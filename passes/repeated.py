@@ -15,8 +15,9 @@ from ..patterns import values
 from ..patterns.linear import linear
 from ..patterns.preserved import original
 from ..runtime.options import REPEATED
+from .edit import Refused
 from .report import Site
-from .rewriter import Refused, Rewriter
+from .rewriter import Rewriter
 
 aten = torch.ops.aten
 

@@ -27,7 +27,7 @@ from ...patterns import rope as rope_pattern
 from ...patterns import transpose_batchmatmul as transpose_batchmatmul_pattern
 from ...patterns.match import Match
 from ...runtime.ops.contract import OpContract
-from ..rewriter import Edit
+from ..edit import Edit
 from . import (
     attention,
     causal_conv1d,

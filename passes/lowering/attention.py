@@ -18,7 +18,7 @@ from ...patterns.match import Match
 from ...patterns.movement import ROW_MAJOR_VIEWS, permutation
 from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import is_contiguous, known_true
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 from .attention_mask import Masking, masking
 from .attention_ops import ATTENTION_OPS, AttentionOp
 from .candidates import first_legal

@@ -26,7 +26,7 @@ from ...runtime.ops.attention_mask import (
     compressed_causal_mask,
 )
 from ...runtime.sizes import known_equal, known_same_shape, known_true, static_int
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 from .attention_ops import AttentionOp
 
 aten = torch.ops.aten

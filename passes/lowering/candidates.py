@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import Lacking, OpContract
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 
 
 def first_legal(candidates: Mapping[str, Callable[[OpContract], None]], edit: Edit) -> OpContract:

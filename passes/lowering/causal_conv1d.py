@@ -15,8 +15,8 @@ from ...patterns.match import Match
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.causal_conv1d import SILU
 from ...runtime.ops.contract import OpContract
+from ..edit import Edit, Refused
 from ..launches import is_launch
-from ..rewriter import Edit, Refused
 from .causal_conv1d_call import lower_call
 from .packing import taps_first
 from .precision import refuse_other_precision

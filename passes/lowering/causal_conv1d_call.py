@@ -22,7 +22,7 @@ from ...patterns.match import Match
 from ...patterns.movement import COPIES
 from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import is_contiguous
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 from .packing import taps_first
 
 

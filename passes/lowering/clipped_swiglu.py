@@ -7,7 +7,7 @@ from ...patterns.clipped_swiglu import ClippedSwiglu
 from ...patterns.match import Match
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 from .gate_up import gate_up
 from .precision import refuse_other_precision
 

@@ -7,7 +7,8 @@ from ...patterns.fast_gelu import FastGelu
 from ...patterns.match import Match
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
-from ..rewriter import Edit, inverse, physical_order
+from ..edit import Edit
+from ..layout import inverse, physical_order
 from .precision import refuse_other_precision, widened
 
 

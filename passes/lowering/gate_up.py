@@ -11,7 +11,7 @@ from torch import fx
 from ...patterns import values
 from ...patterns.match import Match
 from ...patterns.movement import Sizes, layout, trace
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 from .packing import packed_projection, projections
 
 Arrangement = Literal["gate first", "up first", "gate and up in turn", "up and gate in turn"]

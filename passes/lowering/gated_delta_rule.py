@@ -7,7 +7,7 @@ from typing import NoReturn
 from ...patterns import values
 from ...patterns.match import Match
 from ...runtime.ops import CONTRACTS
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 
 
 def lower(match: Match, edit: Edit) -> NoReturn:

@@ -9,7 +9,7 @@ from ...patterns.glu import Glu
 from ...patterns.match import Match
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 from .gate_up import gate_up
 from .precision import refuse_other_precision
 

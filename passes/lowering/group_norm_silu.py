@@ -6,7 +6,7 @@ from ...patterns.group_norm_silu import GroupNormSilu
 from ...patterns.match import Match
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 from .precision import refuse_other_precision, widened
 
 

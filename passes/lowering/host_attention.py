@@ -14,7 +14,7 @@ from ...patterns.masks.integers import Linear
 from ...patterns.match import Match
 from ...runtime.ops.contract import OpContract
 from ...runtime.ops.host_attention import HOST_ATTENTION
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 
 aten = torch.ops.aten
 

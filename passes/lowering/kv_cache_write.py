@@ -17,7 +17,7 @@ from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
 from ...runtime.ops.scatter_pa_kv_cache import NORM
 from ...runtime.sizes import is_contiguous, static_int
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from ...patterns.rope import Rope
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
 from ...runtime.ops.kv_rmsnorm_rope_cache import PAGED
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 from .kv_cache_write import cache_in_blocks, replace_caches, slot_mapping
 from .precision import refuse_other_precision
 from .rms_norm import gamma, note_statistics

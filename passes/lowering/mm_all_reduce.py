@@ -11,8 +11,8 @@ from ...runtime import ranks
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import static_int
+from ..edit import Edit, Refused
 from ..effects import communicates
-from ..rewriter import Edit, Refused
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from ...patterns.moe_gating import MoeGating
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
 from ...runtime.ops.moe_gating import SIGMOID
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 from .precision import refuse_other_precision, widened
 from .rms_norm import vector
 

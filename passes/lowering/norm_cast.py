@@ -9,7 +9,7 @@ from ...patterns.match import Match
 from ...patterns.norm_cast import NormCast
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
-from ..rewriter import Edit
+from ..edit import Edit
 from .norm_quant import check_norm, replace_sum, summands
 from .rms_norm import gamma
 

@@ -15,7 +15,7 @@ from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
 from ...runtime.ops.quantize import INT8_MAX
 from ...runtime.sizes import static_int
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 from .precision import refuse_other_precision
 from .rms_norm import gamma, note_statistics, refuse_rounded_sum, vector
 

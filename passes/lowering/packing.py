@@ -12,7 +12,7 @@ from ...patterns.linear import Linear, linear
 from ...runtime.shards import is_part
 from ...runtime.sizes import is_contiguous
 from ...runtime.weights import can_pack, pack, transposed, was_moved
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from ...runtime.ops import CONTRACTS
 from ...runtime.ops.attention_mask import COMPRESSED
 from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import is_contiguous, known_equal, static_int
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 from .attention import LAYOUTS, call, heads_second
 from .attention_mask import masking
 from .attention_ops import ATTENTION_OPS

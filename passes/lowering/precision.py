@@ -7,7 +7,7 @@ from torch import fx
 
 from ...patterns import values
 from ...patterns.values import is_widening
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 
 
 def refuse_other_precision(result: torch.dtype, *steps: torch.dtype) -> None:

@@ -14,7 +14,8 @@ from ...patterns.qk_rope import QkRope
 from ...patterns.rope import Rope
 from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import known_equal
-from ..rewriter import Edit, Refused, inverse
+from ..edit import Edit, Refused
+from ..layout import inverse
 from .candidates import first_legal
 from .precision import refuse_other_precision
 from .rope import refuse_backward, rotated_part, with_rest

@@ -17,8 +17,8 @@ from ...patterns.movement import Role
 from ...patterns.qkv import Qkv
 from ...patterns.rms_norm import RmsNorm
 from ...runtime.ops.contract import OpContract
+from ..edit import Edit, Refused
 from ..effects import communicates
-from ..rewriter import Edit, Refused
 from .candidates import first_legal
 from .packing import packed_projection, projections
 from .precision import refuse_other_precision

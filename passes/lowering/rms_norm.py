@@ -12,7 +12,8 @@ from ...patterns.movement import trace
 from ...patterns.rms_norm import RmsNorm
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
-from ..rewriter import Edit, Refused, inverse, row_order
+from ..edit import Edit, Refused
+from ..layout import inverse, row_order
 from .precision import refuse_other_precision
 
 

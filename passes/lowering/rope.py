@@ -15,7 +15,8 @@ from ...patterns.movement import Role
 from ...patterns.rope import Rope
 from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import static_int
-from ..rewriter import Edit, Refused, inverse, row_order
+from ..edit import Edit, Refused
+from ..layout import inverse, row_order
 from .candidates import first_legal
 from .precision import refuse_other_precision
 from .tables import TokenTables, table_part

@@ -15,7 +15,7 @@ from ...patterns.lookup import Lookup
 from ...patterns.movement import Role, strip_unit_axes
 from ...patterns.rope import Rope
 from ...runtime.sizes import static_int
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 
 aten = torch.ops.aten
 

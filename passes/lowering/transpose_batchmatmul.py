@@ -13,7 +13,7 @@ from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
 from ...runtime.ops.transpose_batchmatmul import BATCH_FIRST, BATCH_SECOND
 from ...runtime.sizes import is_contiguous
-from ..rewriter import Edit, Refused
+from ..edit import Edit, Refused
 
 aten = torch.ops.aten
 

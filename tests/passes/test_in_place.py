@@ -8,8 +8,9 @@ import torch
 
 from helpers import Compiled, compiled
 from npu_fuse.passes.cleanup import cleanup
+from npu_fuse.passes.edit import Edit, Refused
 from npu_fuse.passes.in_place import overlaps_itself, put_back
-from npu_fuse.passes.rewriter import Edit, Refused, Rewriter
+from npu_fuse.passes.rewriter import Rewriter
 from npu_fuse.runtime.ops import CONTRACTS
 from npu_fuse.runtime.ops.register import register
 from npu_fuse.runtime.target import Target

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from npu_fuse.passes.rewriter import Edit, Refused, Rewriter, inverse, physical_order
+from npu_fuse.passes.edit import Edit, Refused
+from npu_fuse.passes.layout import inverse, physical_order
+from npu_fuse.passes.rewriter import Rewriter
 from npu_fuse.runtime.ops import CONTRACTS
 from npu_fuse.runtime.ops.register import register
 from npu_fuse.runtime.target import Target

@@ -9,8 +9,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from npu_fuse.passes.edit import Edit, Refused
 from npu_fuse.passes.lowering.candidates import first_legal
-from npu_fuse.passes.rewriter import Edit, Refused, Rewriter
+from npu_fuse.passes.rewriter import Rewriter
 from npu_fuse.runtime.ops import CONTRACTS, OpContract
 from npu_fuse.runtime.ops.register import register
 from npu_fuse.runtime.target import Target
