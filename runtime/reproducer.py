@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import fx
 
 from ..passes.preserve import restore
@@ -130,8 +129,8 @@ def _settings(options: Options) -> Iterator[str]:
 
 def _imports(program: fx.GraphModule) -> Iterator[str]:
     code = program.graph.python_code("self")
-    yield "import json"
     yield "from pathlib import Path"
+    yield "from safetensors.torch import load_file"
     yield from imports(code.src, code.globals)
     yield "from npu_fuse.runtime.effects import register_known"
     yield "from npu_fuse.runtime.ops.register import register"
@@ -147,44 +146,19 @@ def _class(name: str, program: fx.GraphModule) -> Iterator[str]:
 
 # The values -----------------------------------------------------------------------------------------------------------
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
 def _layout(name: str, value: torch.Tensor) -> tuple[Any, ...]:
     dtype = str(value.dtype).removeprefix("torch.")
     return name, dtype, tuple(value.shape), value.stride(), isinstance(value, torch.nn.Parameter)
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes tensors in the format of safetensors; of a complex one its real and imaginary parts."""
-    header, parts, place = {}, [], 0
-    for name, tensor in tensors.items():
-        held = tensor.detach().cpu()
-        held = (torch.view_as_real(held.resolve_conj()) if held.is_complex() else held).contiguous()
-        size = held.numel() * held.element_size()
-        shape, span = list(held.shape), [place, place + size]
-        header[name] = {"dtype": _DTYPES[held.dtype], "shape": shape, "data_offsets": span}
-        parts.append(ctypes.string_at(held.data_ptr(), size) if size else b"")
-        place += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.writelines(parts)
+    """Writes tensors, each with memory of its own; of a complex one its real and imaginary parts."""
+    held = {name: tensor.detach().cpu().resolve_conj() for name, tensor in tensors.items()}
+    parts = {name: torch.view_as_real(value) if value.is_complex() else value for name, value in held.items()}
+    save_file({name: value.clone(memory_format=torch.contiguous_format) for name, value in parts.items()}, path)
 
 
-# How the script reads them: it has no other package than torch and this one.
+# How the script reads them.
 _READING = f"""\
 register(Target.detect())
 register_known()
@@ -192,14 +166,11 @@ register_known()
 
 def load():
     \"\"\"The tensors of the file, each laid out in memory as it was.\"\"\"
-    data = (Path(__file__).parent / "{_VALUES}").read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
     tensors = {{}}
-    for name, entry in json.loads(data[8:start]).items():
+    for name, value in load_file(Path(__file__).parent / "{_VALUES}").items():
         dtype, shape, stride, is_parameter = LAYOUTS[name]
-        first, last = entry["data_offsets"]
-        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)[start + first : start + last].clone()
-        value = raw.view(getattr(torch, dtype)).reshape(shape)
+        if value.dtype != getattr(torch, dtype):
+            value = torch.view_as_complex(value)
         for axis, size in enumerate(shape):
             if stride[axis] == 0 and size > 1:
                 value = value.narrow(axis, 0, 1)
