@@ -111,11 +111,12 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "graph_0" / "report.json").is_file()
 
 
-def test_tlparse_lists_each_stage_and_the_report(tmp_path: Path) -> None:
+def test_torch_logs_and_tlparse_list_each_stage_and_the_report(tmp_path: Path) -> None:
     code = "import torch; torch.compile(torch.nn.RMSNorm(8), backend='npu_fuse').eval()"
     run = f"{code}.requires_grad_(False)(torch.ones(2, 8))"
-    environment = {**os.environ, "TORCH_TRACE": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", run], env=environment, check=True)
+    environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "TORCH_LOGS": "npu_fuse"}
+    done = subprocess.run([sys.executable, "-c", run], env=environment, check=True, capture_output=True, text=True)
+    assert re.search(r"\[0/0\] graph 0: 1 npu::npu_rms_norm; \d+ launches became 1", done.stderr)
     (trace,) = tmp_path.glob("*.log")
     program = Path(sys.executable).with_name("tlparse")
     subprocess.run([program, trace, "-o", tmp_path / "out", "--no-browser"], check=True, capture_output=True)
