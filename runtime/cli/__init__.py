@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="npu-fuse",
         description="See what npu_fuse makes of a model, and whether this machine is fit for it.",
-        epilog="npu-fuse COMMAND --help says more, with examples.",
+        epilog="npu-fuse COMMAND --help says more.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (explain, verify, dump, diff, ops, doctor):
