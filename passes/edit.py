@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+# What has made a constant, for who wants it on another device.
+MADE_BY = "npu_fuse_made_by"
+
 # What a node's metadata say of where the model wrote it.
 ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
@@ -197,6 +200,7 @@ class Edit:
         with graph.inserting_after(self._anchor([])):
             node = graph.get_attr(name)
         node.meta["val"] = self.rewriter.fake_mode.from_tensor(value, static_shapes=True)
+        node.meta[MADE_BY] = make
         self.rewriter.regions[node] = 0
         self.rewriter.shared[name] = node
         self._shared.append(name)

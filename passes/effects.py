@@ -35,12 +35,16 @@ _WRITING_OPERATORS = frozenset(
 )
 
 
+# What torch.export asserts beside each cast, of types and layouts: it was settled when the graph was traced.
+SETTLED = frozenset({torch.ops.aten._assert_tensor_metadata.default})
+
+
 def is_pure(node: fx.Node) -> bool:
     """True for a node that may be dropped when unused, and moved past others.
 
     It writes nothing, draws no number, and no other rank waits for it.
     """
-    if node.op == "get_attr" or node.target in IN_MEMORY:
+    if node.op == "get_attr" or node.target in IN_MEMORY or node.target in SETTLED:
         return True
     if node.op == "call_method":
         return not node.kwargs.get("out") and _is_pure_op(str(node.target))

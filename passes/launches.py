@@ -10,6 +10,7 @@ from torch import fx
 from ..runtime.ops.attention_mask import COMPRESSED
 from ..runtime.sizes import number_of
 from ..runtime.weights import IN_MEMORY
+from .effects import SETTLED
 
 aten = torch.ops.aten
 
@@ -18,7 +19,7 @@ _LOOKUPS = frozenset({aten.embedding.default, aten.index.Tensor, aten.index_sele
 
 # Views that say nothing of it in their schema, memory that is only taken, and calls that run on the host.
 _NO_LAUNCH = frozenset(
-    {operator.getitem, aten._unsafe_view.default, aten.new_empty.default, aten.sym_size.int, *IN_MEMORY}
+    {operator.getitem, aten._unsafe_view.default, aten.new_empty.default, aten.sym_size.int, *IN_MEMORY, *SETTLED}
 )
 
 

@@ -117,7 +117,7 @@ class Backend:
             target = self.options.target if self.options.target is not None else Target.detect()
             register(target, self.flow.contracts.values())
             register_known()
-            dump = Dump(self.options.dump)
+            dump = self._dump()
             dump.stage("dynamo", module)
             prepared = prepare(module)
             parameters = _parameters(module.graph)
@@ -150,6 +150,16 @@ class Backend:
             return _boxed_call(Verified(function, compilation.rewrites, self.options.verify, without, folders))
 
         return _compile(prepared, example_inputs, inference)
+
+    def _dump(self) -> Dump:
+        """What gets the stages; only torch's trace where the folder can't be made."""
+        try:
+            return Dump(self.options.dump)
+        except OSError as error:
+            if self.options.strict:
+                raise
+            warnings.warn(f"npu_fuse: nothing is dumped, as the folder can't be made: {error}", stacklevel=2)
+            return Dump()
 
     def _as_it_is(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         return _boxed_call(self._executable(graph, inputs))

@@ -53,11 +53,11 @@ class Options:
         profile_ranges: run each fused op within a range of torch's profiler that bears the name of its site.
         cache: keep what is made of each graph for the next process: True in a folder beside torch's own caches, a path
             in that folder. By default what the environment variable NPU_FUSE_CACHE says: "1", a path, or nothing.
-        target: the machine to compile for; by default the one this process runs on.
+        target: the machine to compile for, or the name of its SoC; by default the one this process runs on.
 
     Raises:
         ValueError: `disable` or `expect` names a kind that doesn't exist, `numerics` or `verify` is another word, or
-            `encoder_only` is neither paths nor a function.
+            `encoder_only` is neither paths nor a function, `dump` is a file, or a value is of another type.
     """
 
     disable: frozenset[str] = frozenset()
@@ -87,6 +87,15 @@ class Options:
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise ValueError(f"Options.expect: {kind!r} is to be a number of sites, not {count!r}")
         _check_verify(self.verify)
+        for name in ("pack_weights", "strict", "keep_graphs", "profile_ranges"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"Options.{name}: give True or False, not {getattr(self, name)!r}")
+        if self.dump is not None and os.path.exists(self.dump) and not os.path.isdir(self.dump):
+            raise ValueError(f"Options.dump: {os.fspath(self.dump)!r} is a file, not a folder")
+        if isinstance(self.target, str):
+            object.__setattr__(self, "target", Target(self.target))
+        elif self.target is not None and not isinstance(self.target, Target):
+            raise ValueError(f"Options.target: give a Target or the name of an SoC, not {self.target!r}")
         object.__setattr__(self, "encoder_only", _encoder_only(self.encoder_only))
         if self.graphs is not None:
             object.__setattr__(self, "graphs", graph_settings(self.graphs))

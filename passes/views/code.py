@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ...patterns import values
 from ...runtime.sizes import number_of
 from ...runtime.weights import IN_MEMORY
+from ..edit import MADE_BY
 from ..preserve import restore
 
 _SHORT = {
@@ -85,6 +87,7 @@ def _shown(argument: Any) -> Any:
     return repr(shown) if isinstance(shown, str) else shown
 
 
+_DEVICE = re.compile(r"device\(type='\w+'(, index=\d+)?\)")
 _INSTALLED = re.compile(r"^.*site-packages.")
 _ASSIGNED = re.compile(r"\s+(\w+) = ")
 
@@ -103,10 +106,11 @@ def script(module: fx.GraphModule, title: str) -> str:
     graph.output(graph.graph_copy(module.graph, {}))
     restore(graph)  # what is kept whole for recognition has no kernel of its own
     code = graph.python_code("self")
+    source = _DEVICE.sub("device(type='cpu')", code.src)  # where its inputs are, and the references of all ops
     nodes = {node.name: node for node in graph.nodes}
     body: list[str] = []
     written = None
-    for text in code.src.strip().split("\n"):
+    for text in source.strip().split("\n"):
         assigned = _ASSIGNED.match(text)
         node = nodes.get(assigned[1]) if assigned else None
         if node is not None and node.op == "call_function":
@@ -165,7 +169,8 @@ def write(path: Path, module: fx.GraphModule, title: str) -> None:
         OSError: a file can't be written.
     """
     path.write_text(script(module, title), encoding="utf-8")
-    tensors = _held(module)
+    with unset_fake_temporarily():
+        tensors = _held(module)
     if tensors:
         torch.save(tensors, path.with_suffix(".pt"))
 
@@ -176,7 +181,10 @@ def _held(module: fx.GraphModule) -> dict[str, torch.Tensor]:
         value: Any = module
         for name in str(node.target).split("."):
             value = getattr(value, name)
-        found[str(node.target)] = value
+        if value.is_meta:  # it has no numbers: those of the op's contract, else zeros
+            make = node.meta.get(MADE_BY, lambda device, like=value: torch.zeros_like(like, device=device))
+            value = make(torch.device("cpu"))
+        found[str(node.target)] = value.cpu()
     return found
 
 

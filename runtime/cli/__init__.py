@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (explain, verify, dump, diff, ops, doctor):
         command.add_to(commands)
     given = parser.parse_args(arguments)
+    torchs = logging.getLogger("torch")
+    level = torchs.level
+    torchs.setLevel(logging.CRITICAL)  # what fails is told in one line
     try:
         code: int = given.run(given)
     except UsageError as error:
@@ -44,4 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
+    finally:
+        torchs.setLevel(level)
     return code

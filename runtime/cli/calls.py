@@ -70,6 +70,8 @@ def calls(given: argparse.Namespace, device: str = "meta") -> list[Call]:
     """
     name = str(given.model)
     path, _, factory = name.rpartition(":")
+    if given.layers is not None and (path.endswith(".py") or name.endswith(".pt2")):
+        raise UsageError("--layers is for models of transformers")
     if path.endswith(".py"):
         return [_from_factory(Path(path), factory)]
     if name.endswith(".py"):
@@ -122,10 +124,15 @@ def _exported(path: Path) -> Call:
 
 
 def _from_transformers(name: str, given: argparse.Namespace, device: str) -> list[Call]:
+    for option in ("batch", "tokens"):
+        if getattr(given, option) < 1:
+            raise UsageError(f"--{option} {getattr(given, option)}: at least one is needed")
     try:
         import transformers
     except ImportError as error:
-        raise UsageError(f"{name} is a model of transformers, which can't be imported: {error}") from error
+        raise UsageError(
+            f"{name!r} would be a model of transformers, which can't be imported ({error}): pip install transformers"
+        ) from error
     logging.getLogger("transformers").setLevel(logging.ERROR)
     config = _config(transformers, name)
     if given.layers is not None:

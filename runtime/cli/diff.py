@@ -6,11 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from ...passes.report import Report
 from ...passes.views.changes import changes
 from . import FOUND, OK, UsageError
+from .console import console
 
 
 def add_to(commands: Any) -> None:
@@ -32,11 +31,11 @@ def run(given: argparse.Namespace) -> int:
         UsageError: a file is no report.
     """
     found = changes(_read(given.before), _read(given.after))
-    console = Console()
+    out = console()
     if found is None:
-        console.print("No difference.")
+        out.print("No difference.")
         return OK
-    console.print(found)
+    out.print(found)
     return FOUND
 
 

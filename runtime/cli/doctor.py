@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from packaging.requirements import Requirement
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +19,7 @@ from ..ops import CONTRACTS
 from ..ops.register import register
 from ..target import Target, installed_version, probe_errors
 from . import FOUND, OK
+from .console import console
 
 Level = Literal["ok", "note", "wrong"]
 _COLOURS: dict[Level, str] = {"ok": "green", "note": "yellow", "wrong": "red"}
@@ -58,7 +58,7 @@ def run(given: argparse.Namespace) -> int:
         table.add_column(column, overflow="fold")
     for finding in found:
         table.add_row(Text(finding.level, _COLOURS[finding.level]), finding.subject, finding.text)
-    Console().print(table)
+    console().print(table)
     return FOUND if any(finding.level == "wrong" for finding in found) else OK
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from rich.console import Console
 from torch import fx
 
 from ..mlir.errors import MlirError, need_torch_mlir
 from ..mlir.export import Form, export_mlir
 from ..mlir.hivm import compiler, lowered_ops
 from . import FOUND, OK, UsageError, calls, settings
+from .console import console
 from .explain import backend_of, write
 
 
@@ -47,8 +47,7 @@ def run(given: argparse.Namespace) -> int:
     Raises:
         UsageError: the model can't be built, called or compiled, a package is missing, or the folder can't be written.
     """
-    options = settings.kept(settings.options(given), dump=given.to)
-    console = Console(soft_wrap=True)
+    out = console()
     try:
         if given.mlir or given.hivm:
             need_torch_mlir()
@@ -60,6 +59,7 @@ def run(given: argparse.Namespace) -> int:
         given.to.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{given.to} can't be made: {error.strerror}") from error
+    options = settings.kept(settings.options(given), dump=given.to)
     known = set(given.to.iterdir())
     code = OK
     for call in calls.calls(given):
@@ -69,12 +69,12 @@ def run(given: argparse.Namespace) -> int:
         reported = [folder for folder in folders if (folder / "report.json").exists()]
         for folder, (_, graph) in zip(reported, backend.graphs, strict=True):
             for told in _as_mlir(graph, folder, given):
-                console.print(told, markup=False, highlight=False)
+                out.print(told, markup=False, highlight=False)
                 code = FOUND
         for folder in folders:
             files = sorted(path.name for path in folder.glob("*.*"))
             sites = len(list(folder.glob("sites/*")))
-            console.print(f"{folder}: {', '.join(files)}; {sites} sites in sites/")
+            out.print(f"{folder}: {', '.join(files)}; {sites} sites in sites/", soft_wrap=True)
     return code
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from ...passes.report import Report
 from ..backend import Backend
 from ..explain import compile_once
 from ..options import Options
 from . import OK, UsageError, calls, settings
+from .console import console
 
 _EXAMPLES = """examples:
   npu-fuse explain qwen3 --layers 4              the first layers of a transformers model, at its full size
@@ -34,7 +34,7 @@ def add_to(commands: Any) -> None:
     calls.add_arguments(parser)
     settings.add_arguments(parser)
     output = parser.add_argument_group("what is written")
-    output.add_argument("--html", type=Path, metavar="FILE", help="the report as a page")
+    output.add_argument("--html", type=Path, metavar="FILE", help="the report as a page, one for each phase")
     output.add_argument("--json", type=Path, metavar="FILE", help="the report as JSON, for `npu-fuse diff`")
     output.add_argument("--quiet", action="store_true", help="one line a call")
     parser.set_defaults(run=run)
@@ -47,17 +47,23 @@ def run(given: argparse.Namespace) -> int:
         UsageError: the model can't be built, called or compiled.
     """
     options = settings.options(given)
-    console = Console()
-    reports = []
+    out = console()
+    reports = {}
     for call in calls.calls(given):
-        report = report_of(call, options)
-        reports.append(report)
-        title = f"{call.phase}: " if call.phase else ""
-        console.print(f"{title}{report.summary()}" if given.quiet else report)
-    for path, form in ((given.html, Report.to_html), (given.json, Report.to_json)):
-        if path is not None:
-            write(path, form(Report.merged(reports)))
-            console.print(f"written: {path}")
+        report = reports[call.phase] = report_of(call, options)
+        if given.quiet:
+            out.print(f"{call.phase}: {report.summary()}" if call.phase else report.summary(), soft_wrap=True)
+            continue
+        if call.phase:
+            out.rule(f"[bold]{call.phase}")
+        out.print(report)
+    if given.json is not None:
+        write(given.json, Report.merged(reports.values()).to_json())
+        out.print(f"written: {given.json}")
+    for phase, report in reports.items() if given.html is not None else ():
+        path = given.html if len(reports) == 1 else given.html.with_stem(f"{given.html.stem}.{phase}")
+        write(path, report.to_html())
+        out.print(f"written: {path}")
     return OK
 
 
@@ -81,9 +87,23 @@ def backend_of(call: calls.Call, options: Options) -> Backend:
         compile_once(call.model, backend, *call.args, **call.kwargs)
     except Exception as error:
         phase = f" in {call.phase}" if call.phase else ""
-        first = str(error).strip().split("\n")[0]
-        raise UsageError(f"the model can't be called{phase}: {type(error).__name__}: {first}") from error
+        raise UsageError(f"the model can't be called{phase}: {told(error)}") from error
     return backend
+
+
+def told(error: BaseException) -> str:
+    """An error in one line: of one that torch has wrapped, the first cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip()
+    found = _FOUND.search(text)  # Dynamo's words around what an op has raised
+    if found is not None:
+        return f"{found[1]}: {found[3]}"
+    first = text.split("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+_FOUND = re.compile(r"""\bgot (\w+)\((['"])(.*?)\2\)""")
 
 
 def write(path: Path, text: str) -> None:

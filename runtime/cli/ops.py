@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import inspect
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ..ops import CONTRACTS, OpContract
 from ..target import SOCS
 from . import OK, UsageError
+from .console import console
 
 
 def add_to(commands: Any) -> None:
@@ -31,22 +32,23 @@ def run(given: argparse.Namespace) -> int:
     Raises:
         UsageError: no op has such a name.
     """
-    console = Console()
+    out = console()
     found = [contract for name, contract in sorted(CONTRACTS.items()) if _fits(name, given.name)]
     if not found:
         raise UsageError(f"no op is called {given.name!r}; `npu-fuse ops` lists all {len(CONTRACTS)}")
     if len(found) == 1:
         for name, value in facts(found[0]).items():
-            console.print(f"[bold]{name}[/]: ", end="")
-            console.print(value, markup=False, highlight=False, soft_wrap=True)
+            out.print(f"[bold]{name}[/]: ", end="")
+            out.print(value, markup=False, highlight=False, soft_wrap=True)
         return OK
     table = Table(pad_edge=False)
-    for column in ("op", *SOCS[:-1], "writes"):
-        table.add_column(column, overflow="fold")
+    table.add_column("op", no_wrap=True)
+    for column in (*SOCS[:-1], "writes"):
+        table.add_column(column.replace("ascend", ""), overflow="fold")
     for contract in found:
         exists = ("✓" if soc in contract.socs else "" for soc in SOCS[:-1])
         table.add_row(contract.name, *exists, ", ".join(contract.mutates))
-    console.print(table)
+    out.print(table)
     return OK
 
 
@@ -62,5 +64,5 @@ def facts(contract: OpContract) -> dict[str, str]:
         "exists on": ", ".join(sorted(contract.socs)),
         "writes": ", ".join(contract.mutates) or "nothing",
         "known from": contract.source,
-        "computes": (contract.reference.__doc__ or "see its reference").strip().split("\n\n")[0],
+        "in detail": inspect.cleandoc(contract.reference.__doc__ or "see its reference"),
     }

@@ -7,10 +7,9 @@ import warnings
 from collections import defaultdict
 from typing import Any
 
-from rich.console import Console
-
 from ...passes.report import Site
 from . import FOUND, OK, calls, settings
+from .console import console
 from .explain import report_of
 
 
@@ -34,7 +33,7 @@ def run(given: argparse.Namespace) -> int:
         UsageError: the model can't be built, called or compiled.
     """
     options = settings.kept(settings.options(given), verify="first")
-    console = Console()
+    out = console()
     code = OK
     for call in calls.calls(given, device="cpu"):
         with warnings.catch_warnings(record=True) as caught:
@@ -46,9 +45,9 @@ def run(given: argparse.Namespace) -> int:
             if site.verified is not None:
                 kinds[site.kind].append(site)
         for kind, sites in kinds.items():
-            console.print(f"{title}{len(sites)} {kind}: {sites[-1].verified}", soft_wrap=True)
+            out.print(f"{title}{len(sites)} {kind}: {sites[-1].verified}", soft_wrap=True)
         for warning in caught:
             if "verification failed" in str(warning.message):
-                console.print(f"{title}{warning.message}", soft_wrap=True)
+                out.print(f"{title}{warning.message}", soft_wrap=True)
                 code = FOUND
     return code

@@ -31,6 +31,8 @@ def graph_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a key is unknown, or buckets are no sizes.
     """
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"Options.graphs: give a dict of settings, {{}} for none, not {settings!r}")
     for key in settings:
         if key not in _SETTINGS:
             raise ValueError(f"Options.graphs: unknown setting {key!r}; known: {', '.join(_SETTINGS)}")

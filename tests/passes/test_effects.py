@@ -189,3 +189,16 @@ def test_a_registered_op_is_kept_in_order_and_each_time() -> None:
     assert torch.equal(compiled_state, state)
     _, unregistered = _after_compiling(torch.ops.npu_fuse_test_passes.tell_too)
     assert not torch.equal(unregistered, state)  # the call that no one uses is gone: what registration is for
+
+
+def test_what_an_export_asserts_of_types_is_no_border() -> None:
+    class Norm(torch.nn.Module):
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            wide = x.float()
+            return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * weight
+
+    given = (torch.randn(2, 8).bfloat16(), torch.ones(8).bfloat16())
+    program = torch.export.export(Norm(), given).module()
+    found = compiled(program, *given)
+    assert "aten._assert_tensor_metadata.default" in str(found.before.graph)
+    assert found.targets() == ["npu.npu_rms_norm.default", "<built-in function getitem>"]

@@ -105,6 +105,25 @@ def test_the_report_and_each_site_lie_beside_it(dumped: Path) -> None:
     assert "npu_rms_norm" in (folder / "report.html").read_text()
 
 
+def test_what_has_no_numbers_gets_them(tmp_path: Path) -> None:
+    """A model on the meta device runs nowhere, and its dumped graphs do: its masks are those of the contract."""
+    with torch.device("meta"):
+        q = torch.empty(1, 2, 8, 16, dtype=BF16)
+    compiled(lambda q: functional.scaled_dot_product_attention(q, q, q, is_causal=True), q, dump=tmp_path)
+    (file,) = tmp_path.glob("graph_0/*_cleanup.py")
+    assert "sparse_mode = 3" in file.read_text()
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_that_cannot_be_made_costs_the_dump_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    backend = npu_fuse.Backend(dump=tmp_path / "file" / "folder")
+    with torch.no_grad(), pytest.warns(UserWarning, match="nothing is dumped, as the folder can't be made"):
+        torch.compile(nn.RMSNorm(8, dtype=BF16), backend=backend)(inputs()[0])
+    assert backend.report.ops == {"npu::npu_rms_norm": 1}
+
+
 def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_FUSE_DUMP", str(tmp_path))
     compiled(nn.RMSNorm(8, dtype=BF16), inputs()[0])

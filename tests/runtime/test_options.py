@@ -2,7 +2,7 @@
 
 import pytest
 
-from npu_fuse import Options
+from npu_fuse import Options, Target
 
 
 def test_an_unknown_kind_names_the_known_ones() -> None:
@@ -27,3 +27,27 @@ def test_any_collection_of_kinds_will_do() -> None:
 def test_an_unknown_policy_of_numerics_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"Options\.numerics: 'fast' is unknown; known: fused, exact"):
         Options(numerics="fast")  # type: ignore[arg-type]  # what a user might write
+
+
+def test_a_target_may_be_named_by_its_soc() -> None:
+    assert Options.of({"target": "ascend310p"}).target == Target("ascend310p")
+    with pytest.raises(ValueError, match="unknown SoC 'ascend311p'"):
+        Options(target="ascend311p")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give a Target or the name of an SoC, not 310"):
+        Options(target=310)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["pack_weights", "strict", "keep_graphs", "profile_ranges"])
+def test_a_switch_is_true_or_false(name: str) -> None:
+    with pytest.raises(ValueError, match=f"Options.{name}: give True or False, not 'yes'"):
+        Options.of({name: "yes"})
+
+
+def test_graphs_are_settings() -> None:
+    with pytest.raises(ValueError, match="give a dict of settings"):
+        Options.of({"graphs": True})
+
+
+def test_a_dump_goes_to_a_folder() -> None:
+    with pytest.raises(ValueError, match="is a file, not a folder"):
+        Options.of({"dump": __file__})

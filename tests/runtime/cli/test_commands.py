@@ -30,6 +30,9 @@ def alone():
 def failing():
     return Model(), (torch.ones(3),)
 
+def misshapen():
+    return torch.nn.Linear(2, 2), (torch.ones(3, 3),)
+
 def raising():
     raise OSError("no such weights")
 """
@@ -112,9 +115,12 @@ def test_ops_tells_of_each_op_its_contract(capsys: pytest.CaptureFixture[str]) -
         (["explain", "qwen3", "--layers", "99"], "--layers 99: the model has 32"),
         (["explain", "nowhere.py:build"], "there is no file nowhere.py"),
         (["explain", "{model}"], "say which function of it returns the model"),
-        (["explain", "{model}:other"], "has no function 'other'; it has Model, alone, build, failing, raising"),
+        (["explain", "{model}:other"], "has no function 'other'; it has Model, alone, build, failing, misshapen, raising"),
         (["explain", "{model}:alone"], "must return (model, args) or (model, args, kwargs), not Model"),
         (["explain", "{model}:failing"], "the model can't be called: "),
+        (["explain", "{model}:misshapen"], "RuntimeError: a and b must have same reduction dim"),
+        (["explain", "qwen3", "--tokens", "0"], "--tokens 0: at least one is needed"),
+        (["explain", "{model}:build", "--layers", "1"], "--layers is for models of transformers"),
         (["explain", "{model}:raising"], "failed: OSError: no such weights"),
         (["explain", "{model}:build", "--disable", "rms"], "unknown kind 'rms'"),
         (["explain", "{model}:build", "--json", "{folder}"], "can't be written: Is a directory"),
