@@ -96,6 +96,8 @@ class _NodeImporter(fx_importer.GraphNodeImporter):  # type: ignore[misc]  # it 
         if node in self.fx_importer.overwritten:
             self._inputs = {**getattr(self, "_inputs", {}), node: value}
             value = self._emit("torch.copy.to_vtensor", [self._cc.node_val_to_type(node)], [value])
+        if node.op == "get_attr" and (node, result_index) in self._v:
+            return  # torch-mlir imports a constant again for each call that reads it
         super().bind_node_value(node, value, result_index)
 
     def _emit(self, name: str, results: list[Any], operands: list[Any], location: Any = None) -> Any:

@@ -262,6 +262,15 @@ def test_tensors_that_a_graph_holds() -> None:
         assert function.partition("->")[0].count("%arg") == inputs
 
 
+def test_a_tensor_that_two_calls_read() -> None:
+    def model(q: torch.Tensor) -> torch.Tensor:
+        once = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return torch.nn.functional.scaled_dot_product_attention(once, q, q, is_causal=True)
+
+    q = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16)
+    assert npu_fuse.export_mlir(model, q, form="calls").count("call @npu.npu_fused_infer_attention_score") == 2
+
+
 def test_a_step_over_a_static_cache() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32, "head_dim": 16}
     config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
