@@ -12,7 +12,7 @@ from ..runtime import ranks
 from .report import Report
 
 # Of a site that holds collectives, the parameter that names their group.
-GROUP = "group"
+GROUP = "process_group"
 
 
 def ranks_differ(before: fx.GraphModule, report: Report, settled: Collection[str]) -> dict[str, str]:

@@ -41,7 +41,7 @@ class MmAllReduce:
 
     def public(self) -> dict[str, Any]:
         return {
-            "group": self.group,
+            "process_group": self.group,
             "ranks": self.ranks,
             "bias": self.bias,
             "dtype": self.dtype,

@@ -96,7 +96,7 @@ class Qkv:
             "eps": None if norm is None else norm.eps,
             "gate": self.gate is not None,
             "looked_up": self.lookup is not None,
-            **({"group": self.ranks[0], "ranks": self.ranks[1]} if self.ranks is not None else {}),
+            **({"process_group": self.ranks[0], "ranks": self.ranks[1]} if self.ranks is not None else {}),
             "dtype": self.rope.dtype,
         }
 

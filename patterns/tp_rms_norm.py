@@ -43,7 +43,7 @@ class TpRmsNorm:
     ranks: int
 
     def public(self) -> dict[str, Any]:
-        return {**self.norm.public(), "group": self.group, "ranks": self.ranks}
+        return {**self.norm.public(), "process_group": self.group, "ranks": self.ranks}
 
 
 def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss | None:

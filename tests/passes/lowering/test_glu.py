@@ -224,13 +224,13 @@ def test_one_projection_called_twice_is_not_packed_with_itself() -> None:
 def test_weights_are_packed_in_one_order_a_graph() -> None:
     model = Separate()
 
-    def both_ways(x: torch.Tensor) -> torch.Tensor:
-        return F.silu(model.gate(x)) * model.up(x) + F.silu(model.up(x)) * model.gate(x)
+    def both_ways(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.silu(model.gate(x)) * model.up(x) + F.silu(model.up(y)) * model.gate(y)
 
-    x = torch.randn(3, 16)
+    x, y = torch.randn(3, 16), torch.randn(3, 16)
     with torch.no_grad():
-        wanted = both_ways(x)
-    found = compiled(both_ways, x)
+        wanted = both_ways(x, y)
+    found = compiled(both_ways, x, y)
     assert found.report.ops == {"npu::npu_swiglu": 1}
     assert any("packed with others already" in (site.reason or "") for site in found.report.sites)
     torch.testing.assert_close(found.output, wanted)
