@@ -69,7 +69,7 @@ def run(given: argparse.Namespace) -> int:
         reported = [folder for folder in folders if (folder / "report.json").exists()]
         for folder, (_, graph) in zip(reported, backend.graphs, strict=True):
             for told in _as_mlir(graph, folder, given):
-                out.print(told, markup=False, highlight=False)
+                out.print(told, markup=False, highlight=False, soft_wrap=True)
                 code = FOUND
         for folder in folders:
             files = sorted(path.name for path in folder.glob("*.*"))

@@ -59,11 +59,11 @@ def run(given: argparse.Namespace) -> int:
         out.print(report)
     if given.json is not None:
         write(given.json, Report.merged(reports.values()).to_json())
-        out.print(f"written: {given.json}")
+        out.print(f"written: {given.json}", soft_wrap=True)
     for phase, report in reports.items() if given.html is not None else ():
         path = given.html if len(reports) == 1 else given.html.with_stem(f"{given.html.stem}.{phase}")
         write(path, report.to_html())
-        out.print(f"written: {path}")
+        out.print(f"written: {path}", soft_wrap=True)
     return OK
 
 
