@@ -413,4 +413,5 @@ class Edit:
 
 
 def value_of(argument: Any) -> Any:
+    """The fake value of a node; of what is no node, itself."""
     return argument.meta["val"] if isinstance(argument, fx.Node) else argument

@@ -54,32 +54,38 @@ def fuse(
         own = [match for match in matches if match.kind == kind]
         try:
             for match in own:
-                if not rewriter.is_alive(match.node):
-                    continue
-                site = sites[match]
-                try:
-                    _refuse_withheld(match, options, withheld)
-                    with rewriter.edit(match.node, match.claimed) as edit:
-                        contract = lower(match, edit)
-                except Refused as refusal:
-                    site.status, site.reason, site.is_lacking = "refused", str(refusal), refusal.is_lacking
-                else:
-                    _lowered(site, contract.name, edit.notes)
-                    if edit.rewrite is not None:
-                        edit.rewrite.site = site
-                    for node in edit.created:
-                        node.meta[SITE] = f"{kind}: {site.module}"
-                    if options.keep_lines:
-                        site.after = lines(sorted(node for node in edit.created if rewriter.is_alive(node)))
-                    for part in match.parts:
-                        if part in sites and not rewriter.is_alive(part.node):
-                            _lowered(sites[part], contract.name)
+                if rewriter.is_alive(match.node):
+                    _rewrite(match, lower, rewriter, sites, options, withheld)
             if any(sites[match].status == "lowered" for match in own):
                 rewriter.graph.lint()
         except Exception as error:
             raise PartFailed(Part(FUSE, kind)) from error
     _settle(sites)
     return [site for _, site in sorted(placed, key=lambda item: item[0])]
+
+
+def _rewrite(
+    match: Match, lower: Lowering, rewriter: Rewriter, sites: dict[Match, Site], options: Options, withheld: Withheld
+) -> None:
+    """Rewrites one match where its contract allows, and lets its site say what became of it."""
+    site = sites[match]
+    try:
+        _refuse_withheld(match, options, withheld)
+        with rewriter.edit(match.node, match.claimed) as edit:
+            contract = lower(match, edit)
+    except Refused as refusal:
+        site.status, site.reason, site.is_lacking = "refused", str(refusal), refusal.is_lacking
+        return
+    _lowered(site, contract.name, edit.notes)
+    if edit.rewrite is not None:
+        edit.rewrite.site = site
+    for node in edit.created:
+        node.meta[SITE] = f"{match.kind}: {site.module}"
+    if options.keep_lines:
+        site.after = lines(sorted(node for node in edit.created if rewriter.is_alive(node)))
+    for part in match.parts:
+        if part in sites and not rewriter.is_alive(part.node):
+            _lowered(sites[part], contract.name)
 
 
 def _refuse_withheld(match: Match, options: Options, withheld: Withheld) -> None:

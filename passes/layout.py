@@ -13,18 +13,18 @@ from ..patterns.movement import Sizes
 from ..runtime.sizes import known_equal, static_int
 
 
-def laid_alike(a: Any, b: Any) -> bool:
-    """The same of all tensors in two values of one structure."""
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(laid_alike, a, b))
-    return not isinstance(a, torch.Tensor) or same_layout(a, b)
-
-
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True where two tensors of one shape have the same strides; those of axes of size one don't count."""
     return all(
         known_equal(x, y) or static_int(size) == 1 for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True)
     )
+
+
+def laid_alike(a: Any, b: Any) -> bool:
+    """The same of all tensors in two values of one structure."""
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(laid_alike, a, b))
+    return not isinstance(a, torch.Tensor) or same_layout(a, b)
 
 
 def physical_order(value: torch.Tensor) -> list[int]:
