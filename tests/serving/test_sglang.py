@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from normed import Normed
 from sglang_on_cpu import common, hook_registry, npu_graph_runner, plugins
-from torch import nn
 
 from npu_fuse import Backend
 from npu_fuse.runtime.ops.split_qkv import split_qkv_rmsnorm_rope_reference
@@ -47,15 +47,6 @@ def test_off_unless_asked(load: Load, variables: dict[str, str]) -> None:
     original = common.get_compiler_backend
     load(**variables)
     assert common.get_compiler_backend is original
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(32, eps=1e-6)
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self.norm(x + residual)
 
 
 @pytest.mark.parametrize("variables", [{}, {"SGLANG_PLUGINS": "another, npu_fuse"}])

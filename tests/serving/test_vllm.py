@@ -9,7 +9,7 @@ from typing import Any
 import ascend_stand_in
 import pytest
 import torch
-from torch import nn
+from normed import Normed
 from vllm import plugins
 from vllm.compilation import wrapper
 from vllm.config import CompilationConfig, CompilationMode
@@ -65,15 +65,6 @@ def test_the_platforms_compiler(load: Any, monkeypatch: pytest.MonkeyPatch, capl
     assert [record.getMessage().split(",")[0] for record in caplog.records if record.name == "vllm.npu_fuse"] == [
         f"npu_fuse {npu_fuse.__version__} is on in vllm-ascend {plugin.package_version('vllm-ascend')}"
     ]
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(32, eps=1e-6)
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self.norm(x + residual)
 
 
 def config(mode: CompilationMode, backend: str) -> Any:
