@@ -187,27 +187,6 @@ def test_where_q_k_and_v_begin_is_read_off_the_graph(model: type[Prologue], is_f
     assert (PROLOGUE in found.report.ops) == is_fused
 
 
-def conv_step(state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Callable | None) -> Tensor:
-    window = torch.cat((state, x), -1)
-    state.copy_(window[..., -state.shape[-1] :])
-    y = F.conv1d(window, weight.unsqueeze(1), bias, groups=weight.shape[0])[..., -x.shape[-1] :]
-    return y if activation is None else activation(y)
-
-
-@pytest.mark.parametrize("activation", [None, F.silu, lambda y: y * torch.sigmoid(y), F.relu])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_a_convolution_has_its_own_activation_and_bias(activation, with_bias: bool) -> None:
-    """sgl-project/sgl-kernel-npu#449, modelscope/twinkle#228"""
-    channels, width = 16, 4
-    weight, bias = torch.randn(channels, width), torch.ones(channels) if with_bias else None
-    state, x = torch.randn(2, channels, width - 1), torch.randn(2, channels, 1)
-    eager_state = state.clone()
-    wanted = conv_step(eager_state, x, weight, bias, activation)
-    found = compiled(lambda state, x: conv_step(state, x, weight, bias, activation), state, x)
-    torch.testing.assert_close(found.output, wanted)
-    torch.testing.assert_close(state, eager_state)
-
-
 # Not found -----------------------------------------------------------------------------------------------------------
 
 
@@ -329,31 +308,6 @@ def test_results_have_the_strides_that_the_model_relies_on() -> None:
     check(Model(), *inputs())
 
 
-@pytest.mark.parametrize("tokens", [6, 16])
-def test_what_is_channels_is_not_told_by_sizes(tokens: int) -> None:
-    """xLLM-AI/xllm#1536, fla-org/flash-linear-attention#871: tokens == channels, and rows of a wider tensor"""
-    weight = torch.randn(6, 4)
-    whole = torch.randn(2, tokens, 18)
-
-    def model(whole: Tensor) -> Tensor:
-        x = whole[..., 6:12].transpose(1, 2)
-        return F.silu(F.conv1d(x, weight.unsqueeze(1), padding=3, groups=6)[..., :tokens]).transpose(1, 2)
-
-    check(model, whole)
-
-
-def test_one_state_serves_prefill_and_steps() -> None:
-    """sgl-project/sglang#26055"""
-    weight, prompt, token = torch.randn(16, 4), torch.randn(2, 16, 7), torch.randn(2, 16, 1)
-    state, eager_state = torch.zeros(2, 16, 3), torch.zeros(2, 16, 3)
-    wanted = [conv_step(eager_state, x, weight, None, F.silu) for x in (prompt, token)]
-    torch._dynamo.reset()
-    step = torch.compile(lambda state, x: conv_step(state, x, weight, None, F.silu), backend="npu_fuse")
-    for x, expected in zip((prompt, token), wanted, strict=True):
-        torch.testing.assert_close(step(state, x), expected)
-    torch.testing.assert_close(state, eager_state)
-
-
 # Types ---------------------------------------------------------------------------------------------------------------
 
 
@@ -395,24 +349,6 @@ def test_wide_tables_of_a_narrow_x_stay_wide() -> None:
 
     found = check(model, x, cos, sin, rtol=0, atol=0)
     assert found.report.count("rope") == 1
-
-
-@pytest.mark.parametrize(("state_dtype", "dtype"), [(torch.bfloat16, torch.float16), (torch.float16, torch.float32)])
-def test_a_state_of_another_type_is_as_in_eager(state_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """sgl-project/sglang#30178, huggingface/transformers#32690"""
-    state = torch.randn(2, 16, 3).to(state_dtype)
-    weight, x = torch.randn(16, 4, dtype=dtype), torch.randn(2, 16, 1, dtype=dtype)
-
-    def model(state: Tensor, x: Tensor) -> Tensor:
-        window = torch.cat((state.to(x.dtype), x), -1)
-        state.copy_(window[..., -3:])
-        return F.silu((window * weight).sum(-1, keepdim=True))
-
-    eager_state = state.clone()
-    wanted = model(eager_state, x)
-    found = compiled(model, state, x)
-    torch.testing.assert_close(found.output, wanted)
-    assert torch.equal(state, eager_state)
 
 
 # Writes, effects and inputs that share memory ------------------------------------------------------------------------
@@ -553,126 +489,3 @@ def test_the_callers_module_is_as_it_was() -> None:
         assert found.report.ops == {PROLOGUE: 1}
     assert str(module.graph) == before
     assert all(map(torch.equal, module(*arguments), wanted))
-
-
-# States of convolutions ----------------------------------------------------------------------------------------------
-
-CHANNELS, WIDTH = 16, 4
-
-
-def conv_weights() -> tuple[Tensor, Tensor]:
-    return torch.randn(CHANNELS, WIDTH), torch.randn(CHANNELS)
-
-
-def test_pads_change_no_state() -> None:
-    """sgl-project/sglang#16714: slot -1 was read as the last one, or clamped to the first, which a request uses"""
-    weight, bias = conv_weights()
-
-    def model(x: Tensor, pool: Tensor, slots: Tensor) -> Tensor:
-        live = slots >= 0
-        safe = slots.clamp(min=0)
-        window = torch.cat((pool[safe], x.unsqueeze(-1)), -1)
-        rows = (slots[:, None] == torch.arange(pool.shape[0])) & live[:, None]
-        new = torch.einsum("bn,bcw->ncw", rows.to(x.dtype), window[..., 1:])
-        pool.copy_(torch.where(rows.any(0)[:, None, None], new, pool))
-        return F.silu((window * weight).sum(-1) + bias) * live[:, None]
-
-    def calls() -> list[tuple[Tensor, ...]]:
-        generator = torch.Generator().manual_seed(0)
-        pool = torch.randn(3, CHANNELS, WIDTH - 1, generator=generator)
-        steps = torch.tensor([[2, -1, 0, -1], [-1, 1, -1, 2]])
-        return [(torch.randn(4, CHANNELS, generator=generator), pool, slots) for slots in steps]
-
-    check_calls(model, calls)
-    x, pool, slots = calls()[0]
-    before = pool.clone()
-    output = compiled(model, x, pool, slots).output
-    assert torch.equal(pool[1], before[1])
-    assert torch.equal(pool[0], torch.cat((before[0, :, 1:], x[2, :, None]), -1))
-    assert not output[[1, 3]].any()
-
-
-@pytest.mark.parametrize("tokens", [2, 1, 5, 3])
-def test_a_prompt_that_is_shorter_than_the_window_keeps_the_end_of_the_state(tokens: int) -> None:
-    """vllm-project/vllm-ascend#8561, vllm-project/vllm#56196: the state got a slice of the wrong length"""
-    weight, bias = conv_weights()
-    x, state = torch.randn(2, CHANNELS, tokens), torch.randn(2, CHANNELS, WIDTH - 1)
-    wanted = torch.cat((state, x), -1)[..., -(WIDTH - 1) :]
-    check_calls(
-        lambda state, x: conv_step(state, x, weight, bias, None), lambda: [(state.clone(), x), (state.clone(), x)]
-    )
-    compiled(lambda state, x: conv_step(state, x, weight, bias, None), state, x)
-    assert torch.equal(state, wanted)
-
-
-def test_a_new_request_does_not_see_who_had_its_slot() -> None:
-    """vllm-project/tpu-inference#2431, vllm-project/vllm#51483: the flag of a first chunk was not honoured"""
-    weight, bias = conv_weights()
-
-    def model(state: Tensor, x: Tensor, has_initial: Tensor) -> Tensor:
-        old = torch.where(has_initial[:, None, None], state, torch.zeros_like(state))
-        window = torch.cat((old, x), -1)
-        state.copy_(window[..., -(WIDTH - 1) :])
-        return F.conv1d(window, weight.unsqueeze(1), bias, groups=CHANNELS)
-
-    def calls() -> list[tuple[Tensor, ...]]:
-        generator = torch.Generator().manual_seed(0)
-        state = torch.randn(2, CHANNELS, WIDTH - 1, generator=generator)
-        flags = torch.tensor([[True, False], [True, True], [False, True]])
-        return [(state, torch.randn(2, CHANNELS, 2, generator=generator), flag) for flag in flags]
-
-    check_calls(model, calls)
-
-
-@pytest.mark.parametrize("accepted", [1, 2, 4])
-def test_a_state_is_rolled_back_to_what_was_accepted(accepted: int) -> None:
-    """vllm-project/tpu-inference#3178, vllm-ascend#11408: the state kept the draft tokens that were refused"""
-    weight, bias = conv_weights()
-
-    def verify(state: Tensor, window: Tensor, x: Tensor) -> Tensor:
-        window.copy_(torch.cat((state, x), -1))
-        return F.silu(F.conv1d(window, weight.unsqueeze(1), bias, groups=CHANNELS))
-
-    def roll_back(state: Tensor, window: Tensor, accepted: Tensor) -> Tensor:
-        index = accepted[:, None, None] + torch.arange(WIDTH - 1)
-        state.copy_(window.gather(-1, index.expand(-1, CHANNELS, -1)))
-        return state.sum(-1)
-
-    x, state = torch.randn(2, CHANNELS, 4), torch.randn(2, CHANNELS, WIDTH - 1)
-    window = torch.zeros(2, CHANNELS, WIDTH + 3)
-    check_calls(verify, lambda: [(state.clone(), window.clone(), x)])
-    wanted = torch.cat((state, x[..., :accepted]), -1)[..., -(WIDTH - 1) :]
-    compiled(verify, state, window, x)
-    compiled(roll_back, state, window, torch.tensor([accepted, accepted]))
-    assert torch.equal(state, wanted)
-
-
-def test_a_window_of_one_token_has_no_state() -> None:
-    """vllm-project/vllm-gaudi#1484: `-state_len:` takes everything where state_len is 0"""
-    weight = torch.randn(CHANNELS, 1)
-    conv = nn.Conv1d(CHANNELS, CHANNELS, 1, groups=CHANNELS)
-
-    def model(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        window = torch.cat((state, x), -1)
-        state.copy_(window[..., window.shape[-1] - state.shape[-1] :])
-        return F.silu(F.conv1d(window, weight.unsqueeze(1), groups=CHANNELS)), conv(x)
-
-    check_calls(model, lambda: [(torch.zeros(2, CHANNELS, 0), torch.ones(2, CHANNELS, 3))])
-
-
-@pytest.mark.parametrize("length", [WIDTH - 1, WIDTH, WIDTH + 2])
-def test_a_state_may_be_longer_than_the_window(length: int) -> None:
-    """Dao-AILab/causal-conv1d#42: reference and kernel disagreed on a state of length width or width - 1"""
-    weight, bias = conv_weights()
-
-    def model(state: Tensor, x: Tensor) -> Tensor:
-        window = torch.cat((state, x), -1)
-        state.copy_(window[..., -state.shape[-1] :])
-        return F.silu((window[..., -WIDTH:] * weight).sum(-1) + bias)
-
-    def calls() -> list[tuple[Tensor, ...]]:
-        generator = torch.Generator().manual_seed(length)
-        state = torch.randn(2, CHANNELS, length, generator=generator)
-        return [(state, torch.randn(2, CHANNELS, 1, generator=generator)) for _ in range(length + 2)]
-
-    check_calls(model, calls)
