@@ -1,5 +1,6 @@
 """The guides: links lead somewhere, options and examples are all there, the support matrix is that of the contracts."""
 
+import ast
 import re
 import sys
 from dataclasses import fields
@@ -38,3 +39,31 @@ def test_the_support_matrix_is_that_of_the_contracts() -> None:
 
     written = (ROOT / "docs" / "support_matrix.md").read_text(encoding="utf-8")
     assert written == support_matrix.text(), "run python docs/support_matrix.py"
+
+
+def test_every_public_bug_report_has_a_test_that_exists() -> None:
+    text = (ROOT / "docs" / "public_bugs.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| [")]
+    assert [row for row in rows if not re.search(r"`tests/\S+\.py::test_\w+`", row)] == []
+    named = re.findall(r"`(tests/\S+?)::(\w+)`", text)
+    defined = {path: _functions(ROOT / path) for path, _ in named}
+    assert [f"{path}::{name}" for path, name in named if name not in defined[path]] == []
+
+
+def test_every_public_bug_report_is_listed_once_with_its_link() -> None:
+    text = (ROOT / "docs" / "public_bugs.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[(\S+)#(\d+)\]\((\S+)\)", text)
+    assert [link for name, number, link in links if link != f"https://github.com/{name}/issues/{number}"] == []
+    listed = [f"{name}#{number}" for name, number, _ in links]
+    assert len(set(listed)) == len(listed)
+    tested = {
+        report
+        for path in ROOT.glob("tests/**/*.py")
+        for report in re.findall(r"\b[\w-]+/[\w-]+#\d+", path.read_text(encoding="utf-8"))
+    }
+    assert tested - set(listed) == set()
+
+
+def _functions(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
