@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..conv_state import has_pool_memory, pool, write_back
-from ..sizes import known_equal, known_true
+from ..sizes import known_equal
 from ..target import Soc, Target
 from .causal_conv1d import CAUSAL_CONV1D, PREFILL, UPDATE
 from .causal_conv1d_call import ConvCall, invalid
@@ -113,7 +113,7 @@ def _refusals(target: Target, call: _Call) -> Iterator[str]:
             " don't lie side by side and each call would copy them in and out;"
             " npu_fuse.runtime.conv_state.adopt(cache) moves those of a transformers cache once"
         )
-    if not isinstance(call.states.shape[2], int) or not known_true(call.unread >= 0):
+    if not isinstance(call.states.shape[2], int):
         yield f"the number of columns of states {shape_text(call.states.shape)} is not static"
 
 

@@ -40,7 +40,7 @@ def _invalid(query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, rota
     head_dim = static_int(query.shape[2])
     if head_dim is None:
         yield f"head_dim {query.shape[2]} is not static (the kernel is compiled for it)"
-    elif not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+    elif rotary_dim > head_dim or rotary_dim % 2:
         yield f"rotary_dim {rotary_dim} is no even number in 2 to head_dim {head_dim}"
 
 

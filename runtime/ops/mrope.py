@@ -73,7 +73,7 @@ def _invalid(
     if static_int(head_size) is None or rotary_dim is None:
         yield f"head_size {head_size} or rotary_dim {cos_sin_cache.shape[1]} is not static"
         return
-    if not 0 < rotary_dim <= head_size:
+    if rotary_dim > head_size:
         yield f"rotary_dim {rotary_dim}, the width of cos_sin_cache, is not in 1 to head_size {head_size}"
     unit = 64 // query.dtype.itemsize
     for name, size in (("head_size", head_size), ("rotary_dim", rotary_dim)):

@@ -97,6 +97,7 @@ REFUSED = {
     "24 channels": (lambda: call(dim=24), "24 channels, not known to be a multiple of 16"),
     "too short a state": (lambda: call(columns=2), "is not known to hold the 3 tokens"),
     "another batch": (lambda: call(states=in_pool_memory(drawn(3, 16, 4))), "one for each of 2 sequences"),
+    "states of two axes": (lambda: call(states=drawn(2, 16)), "states has 2 dims [2, 16] (the kernel takes 3)"),
     "columns side by side": (lambda: call(states=drawn(2, 16, 4)), "channels don't lie side by side"),
     "two axes": (lambda: call(x=drawn(2, 16)), "x"),
     "flags of no state": (
@@ -113,6 +114,19 @@ def test_what_is_refused(name: str) -> None:
     said = CAUSAL_CONV1D_COLUMNS.refusal(TARGET, **given())
     assert said is not None
     assert reason in said
+
+
+def test_columns_are_static(symbolic) -> None:
+    states = symbolic((2, "S", 16), BRAIN)
+    states = torch.cat([states, states], 1).transpose(1, 2)  # 4 or more
+    said = CAUSAL_CONV1D_COLUMNS.refusal(TARGET, **call(states=states))
+    assert said == f"the number of columns of states [2, 16, {states.shape[2]}] is not static"
+
+
+def test_a_package_without_the_modes_is_too_old() -> None:
+    old, new = (Target("ascend910b", "npu", {"sgl_kernel_npu": version}) for version in ("2026.7.0", "2026.7.1"))
+    assert "has no causal_conv1d with a run_mode, 2026.7.1 brought it" in CAUSAL_CONV1D_COLUMNS.refusal(old, **call())
+    assert CAUSAL_CONV1D_COLUMNS.refusal(new, **call()) is None
 
 
 def test_a_call_that_is_undefined_is_an_error() -> None:

@@ -160,6 +160,7 @@ def test_tensors(outside, reason, inside):
             "head_dim is 24 (the kernel takes multiples of 16 up to 512)",
             batched((2, 4, 5, 16), (2, 2, 7, 16)),
         ),
+        (batched((2, 4, 5, 0), (2, 2, 7, 0)), "head_dim is 0 (the kernel takes", batched((2, 4, 5, 16), (2, 2, 7, 16))),
         (
             batched((1, 4, 2, 528), (1, 2, 2, 528)),
             "head_dim is 528 (the kernel takes multiples of 16 up to 512)",
@@ -448,6 +449,7 @@ def test_masks(outside, reason, inside):
             "inner_precise is 2 (packed float16 sequences take 0 and 1)",
             packed(inner_precise=1),
         ),
+        (packed(inner_precise=-1), "inner_precise is -1", packed(inner_precise=0)),
         (
             packed(inner_precise=1, dtype=BRAIN),
             "inner_precise is 1 (packed bfloat16 sequences take 0)",
@@ -573,7 +575,7 @@ def table(*shape, dtype=torch.int32):
                 f"block_size is {size} (the kernel takes multiples of 128 up to 512 here)",
                 paged(block_size=allowed, cache=(8, allowed, 64)),
             )
-            for size, allowed in ((16, 128), (192, 256), (640, 512))
+            for size, allowed in ((0, 128), (16, 128), (192, 256), (640, 512))
         ],
         *[
             (

@@ -177,6 +177,14 @@ def test_symbolic_heads_are_refused(symbolic):
     assert "the number of q heads, s" in CONTRACT.refusal(Target(), **arguments)
 
 
+def test_so_is_what_else_the_kernel_is_compiled_for(symbolic):
+    size = symbolic(("S",)).shape[0]
+    wide = valid(cos_sin=symbolic((3, "S")), rotary_dim=size)
+    assert CONTRACT.refusal(Target(), **wide) == f"rotary_dim {size} is not static (the kernel is compiled for it)"
+    long = valid(query=symbolic((3, 4, "S")), key=symbolic((3, 1, "S")), cos_sin=symbolic((3, 8)))
+    assert CONTRACT.refusal(Target(), **long) == f"head_dim {size} is not static (the kernel is compiled for it)"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_neox_style", [True, False])
 def test_opcheck(make_tensor, dtype, is_neox_style):

@@ -185,6 +185,10 @@ def test_trailing_zeros_are_no_sequences_and_a_fall_elsewhere_is_an_error():
         V3.op(**{**arguments, "actual_seq_qlen": torch.tensor([5, 2])})
     with pytest.raises(ValueError, match="rows 2 to 6 and keys 4 to 6; there are 5 and 6"):
         V3.op(**{**arguments, "actual_seq_qlen": torch.tensor([2, 6])})
+    with pytest.raises(ValueError, match="rows 2 to 5 and keys 6 to 4"):
+        V3.op(**{**arguments, "actual_seq_kvlen": torch.tensor([6, 4])})
+    with pytest.raises(ValueError, match="rows 2 to 5 and keys 4 to 7; there are 5 and 6"):
+        V3.op(**{**arguments, "actual_seq_kvlen": torch.tensor([4, 7])})
 
 
 def test_statistics_of_packed_sequences_have_another_order_unless_asked_for():

@@ -209,6 +209,7 @@ def chunked(tokens=3, shared=1, heads=2, dim=128, **changes):
             "state has 2 blocks, not known to be enough for 3 tokens",
             recurrent(state=values(3, 4, 8, 8), indices=(0, 1, 1)),
         ),
+        (recurrent(state=values(0, 4, 8, 8)), "state [0, 4, 8, 8] is empty", recurrent()),
         (recurrent(beta=None), "beta is missing, which the kernel needs", recurrent()),
         (recurrent(scale=None), "scale is missing, which the kernel needs", recurrent()),
         (recurrent(actual_seq_lengths=None), "actual_seq_lengths is missing", recurrent()),
@@ -230,6 +231,11 @@ def chunked(tokens=3, shared=1, heads=2, dim=128, **changes):
         (recurrent(indices=(4, 0)), "ssm_state_indices [2] is not known to have 3 entries", recurrent()),
         (recurrent(indices=[[4, 0, 2]]), "ssm_state_indices has 2 dims", recurrent()),
         (recurrent(actual_seq_lengths=torch.tensor([1, 2])), "actual_seq_lengths is int64", recurrent()),
+        (
+            recurrent(actual_seq_lengths=torch.tensor([1, 0, 2, 0], dtype=INT)[::2]),
+            "actual_seq_lengths [2] with strides [2] is not contiguous",
+            recurrent(),
+        ),
         (
             recurrent(num_accepted_tokens=torch.tensor([1], dtype=INT)),
             "num_accepted_tokens [1] is not known to have 2 entries",
@@ -261,6 +267,8 @@ def test_borders_of_the_recurrent_rule(outside, reason, inside, assert_border):
         (chunked(beta=None), "beta is missing, which the kernel needs", chunked()),
         (chunked(initial_state=None), "initial_state is missing", chunked()),
         (chunked(actual_seq_lengths=None), "actual_seq_lengths is missing", chunked()),
+        (chunked(beta=values(3, 2).float()), "beta is float32 (the kernel takes bfloat16)", chunked()),
+        (chunked(g=-values(3, 2).sigmoid()), "g is bfloat16 (the kernel takes float32)", chunked()),
         (chunked(initial_state=values(1, 2, 128, 128).float()), "initial_state is float32", chunked()),
         (
             chunked(initial_state=values(1, 1, 128, 128)),

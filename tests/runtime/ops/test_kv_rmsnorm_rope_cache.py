@@ -137,6 +137,7 @@ def zeros(*shape, dtype=HALF):
         (call(kv=zeros(2, 2, 3, 576)), "kv [2, 2, 3, 576] is not [B, 1, S, 576]", call()),
         (call(kv=zeros(2, 1, 3, 320)), "kv [2, 1, 3, 320] is not [B, 1, S, 576]", call()),
         (call(kv=zeros(2, 1, 3, 1152)[..., ::2]), "kv [2, 1, 3, 576] with strides", call()),
+        (call(kv=zeros(0, 1, 3, 576)), "kv [0, 1, 3, 576] is empty", call()),
         (call(gamma=zeros(256)), "gamma [256] is not [512]", call()),
         (call(cos=zeros(2, 1, 3, 32)), "cos [2, 1, 3, 32] is not [2, 1, 3, 64]", call()),
         (call(cos=zeros(1, 1, 3, 64)), "cos [1, 1, 3, 64] is not [2, 1, 3, 64]", call()),
@@ -153,6 +154,11 @@ def zeros(*shape, dtype=HALF):
         ),
         (call(k_cache=zeros(3, 16, 64)), "k_cache has 3 dims", call()),
         (call(k_cache=zeros(3, 16, 1, 128)), "k_cache [3, 16, 1, 128] is not [blocks, block_size, 1, 64]", call()),
+        (
+            call(k_cache=zeros(3, 16, 2, 64), ckv_cache=zeros(3, 16, 2, 512)),
+            "k_cache [3, 16, 2, 64] is not [blocks, block_size, 1, 64]",
+            call(),
+        ),
         (call(ckv_cache=zeros(4, 16, 1, 512)), "k_cache [3, 16, 1, 64] and ckv_cache [4, 16, 1, 512] differ", call()),
         (
             call("Norm", k_cache=zeros(3, 1, 20, 64), is_output_kv=False),
@@ -161,6 +167,7 @@ def zeros(*shape, dtype=HALF):
         ),
         (call(index=torch.arange(6, dtype=torch.int32)), "index is int32 (the kernel takes int64)", call()),
         (call(index=torch.arange(6).view(2, 3)), "index [2, 3] is not known to be [6]", call()),
+        (call(index=torch.arange(12)[::2]), "index [6] with strides [2] is not contiguous", call()),
         (call(index=torch.arange(5)), "index [5] is not known to be [6]", call()),
         (call(v=zeros(2, 1, 3, 128)), "v is given (npu_fuse supports its default alone", call()),
         (call(k_rope_scale=zeros(64)), "k_rope_scale is given", call()),
@@ -172,6 +179,16 @@ def test_limits(outside, reason, inside):
         SECOND.op(**outside)
     assert SECOND.refusal(Target(), **inside) is None
     SECOND.op(**inside)
+
+
+def test_a_batch_has_a_limit():
+    def on_meta(batch):
+        tensors = call(kv=zeros(batch, 1, 1, 576), table_tokens=1, index=torch.arange(batch))
+        tensors |= {"cos": zeros(batch, 1, 1, ROPE), "sin": zeros(batch, 1, 1, ROPE)}
+        return {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tensors.items()}
+
+    assert "has a batch of 65536 (the kernel takes 65535)" in SECOND.refusal(Target(), **on_meta(65536))
+    assert SECOND.refusal(Target(), **on_meta(65535)) is None
 
 
 def test_results_that_are_never_there_are_not_asked_for():

@@ -129,6 +129,8 @@ def test_a_symbol_is_not_broadcast_by_another(symbolic):
 def test_a_symbolic_head_dim_is_refused(symbolic):
     x, cos = symbolic((2, 4, 3, "S")), symbolic((1, 1, 3, "S"))
     assert "not known to be even" in NPU_ROTARY_MUL.refusal(Target(), x, cos, cos)
+    x, cos = torch.cat([x, x], -1), torch.cat([cos, cos], -1)
+    assert NPU_ROTARY_MUL.refusal(Target(), x, cos, cos) == f"head_dim {x.shape[-1]} is not static"
 
 
 def ones(*shape, dtype=torch.float32):
