@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import traceback
 import warnings
@@ -26,7 +27,9 @@ from ..passes.withheld import NOTHING, PartFailed, Withheld
 from .cache import cached, folder_of
 from .declarations import Declarations
 from .effects import register_known
+from .graphs.errors import CaptureError
 from .graphs.replayed import Replayed
+from .inner import executable
 from .ops.register import register
 from .options import Options
 from .owners import Owners
@@ -112,7 +115,7 @@ class Backend:
         reason = _why_not(example_inputs)
         if reason is not None:
             self._keep(Report(remark=reason))
-            return _compile(module, example_inputs, self._as_it_is)
+            return self._as_it_is(module, example_inputs)
         try:
             target = self.options.target if self.options.target is not None else Target.detect()
             register(target, self.flow.contracts.values())
@@ -123,17 +126,18 @@ class Backend:
             parameters = _parameters(module.graph)
         except Exception as error:
             self._fail(error)
-            return _compile(module, example_inputs, self._as_it_is)
+            return self._as_it_is(module, example_inputs)
 
         def inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
             compilation = Compilation(parameters, target, dump)
 
-            def runs() -> Compiled:
+            def runs(is_late: bool = False) -> Compiled:
                 optimised = self._optimised(graph, compilation)
-                if graphs is None:
-                    return self._executable(optimised, inputs)
+                if graphs is None or not self._can_capture(optimised.graph):
+                    return self._executable(optimised, inputs, is_late=is_late)
                 static = _of_the_model(module.graph, optimised.graph)
-                self.runners.append(Replayed(optimised, static, graphs, self.options.strict))
+                compile = functools.partial(self._run, is_late=is_late)
+                self.runners.append(Replayed(optimised, static, graphs, self.options.strict, compile))
                 return self.runners[-1]
 
             function = runs()
@@ -144,7 +148,7 @@ class Backend:
             def without(sites: Mapping[SiteKey, str]) -> tuple[Compiled, Rewrites | None]:
                 compilation.withheld = compilation.withheld.with_sites(sites)
                 with tracing(context):
-                    return runs(), compilation.rewrites
+                    return runs(is_late=True), compilation.rewrites
 
             folders = Reproducers(self.options.dump)
             return _boxed_call(Verified(function, compilation.rewrites, self.options.verify, without, folders))
@@ -161,12 +165,35 @@ class Backend:
             warnings.warn(f"npu_fuse: nothing is dumped, as the folder can't be made: {error}", stacklevel=2)
             return Dump()
 
-    def _as_it_is(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        return _boxed_call(self._executable(graph, inputs))
+    def _as_it_is(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        """Runs a graph of Dynamo's that is left alone."""
+        if self.options.inner == "inductor":
+            compiled: Compiled = torch._inductor.compile(_copy(module), list(example_inputs))
+            return compiled
+        return _compile(module, example_inputs, lambda graph, inputs: _boxed_call(self._executable(graph, inputs)))
 
-    def _executable(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+    def _executable(self, graph: fx.GraphModule, inputs: Sequence[Any], *, is_late: bool = False) -> Compiled:
         """What runs a graph of AOTAutograd's: it is called with these inputs, which are fake here."""
-        return graph.forward
+        return self._run(graph, is_late=is_late)
+
+    def _run(self, graph: fx.GraphModule, *, is_late: bool) -> Compiled:
+        return executable(graph, self.options.inner, strict=self.options.strict, is_late=is_late)
+
+    def _can_capture(self, graph: fx.Graph) -> bool:
+        """Whether a graph can be captured: on a CPU nothing sees what Inductor compiles.
+
+        Raises:
+            CaptureError: it can't be, under `strict`.
+        """
+        tensors = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+        on_cpu = any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in tensors)
+        if self.options.inner == "eager" or not on_cpu:
+            return True
+        reason = "on a CPU, kernels of Inductor run past torch's dispatcher; inner='eager' can be captured there"
+        if self.options.strict:
+            raise CaptureError(reason)
+        warnings.warn(f"npu_fuse: a graph runs without capture: {reason}", stacklevel=3)
+        return False
 
     def _optimised(self, module: fx.GraphModule, compilation: Compilation) -> fx.GraphModule:
         """The graph with its fusions; on an internal failure, without what failed."""

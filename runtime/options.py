@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from ..patterns import KINDS
 from .declarations import EncoderOnly
 from .graphs.replayed import graph_settings
+from .inner import Inner
 from .target import Target
 
 Numerics = Literal["fused", "exact"]
@@ -53,11 +54,13 @@ class Options:
         profile_ranges: run each fused op within a range of torch's profiler that bears the name of its site.
         cache: keep what is made of each graph for the next process: True in a folder beside torch's own caches, a path
             in that folder. By default what the environment variable NPU_FUSE_CACHE says: "1", a path, or nothing.
+        inner: what runs the rewritten graph: "eager" runs op by op, "inductor" compiles what lies between fused ops.
         target: the machine to compile for, or the name of its SoC; by default the one this process runs on.
 
     Raises:
-        ValueError: `disable` or `expect` names a kind that doesn't exist, `numerics` or `verify` is another word, or
-            `encoder_only` is neither paths nor a function, `dump` is a file, or a value is of another type.
+        ValueError: `disable` or `expect` names a kind that doesn't exist, `numerics`, `verify` or `inner` is another
+            word, `encoder_only` is neither paths nor a function, `dump` is a file, a value is of another type, or
+            `profile_ranges` is to be within what Inductor compiles.
     """
 
     disable: frozenset[str] = frozenset()
@@ -72,6 +75,7 @@ class Options:
     dump: str | os.PathLike[str] | None = field(default_factory=lambda: os.environ.get("NPU_FUSE_DUMP") or None)
     profile_ranges: bool = False
     cache: bool | str | os.PathLike[str] = field(default_factory=lambda: _switch(os.environ.get("NPU_FUSE_CACHE", "")))
+    inner: Inner = "eager"
     target: Target | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +86,10 @@ class Options:
             _check_kind("disable", kind)
         if self.numerics not in get_args(Numerics):
             raise ValueError(f"Options.numerics: {self.numerics!r} is unknown; known: {', '.join(get_args(Numerics))}")
+        if self.inner not in get_args(Inner):
+            raise ValueError(f"Options.inner: {self.inner!r} is unknown; known: {', '.join(get_args(Inner))}")
+        if self.profile_ranges and self.inner != "eager":
+            raise ValueError("Options.profile_ranges: Inductor makes one kernel of several ops; use inner='eager'")
         for kind, count in self.expect.items():
             _check_kind("expect", kind)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:

@@ -7,7 +7,7 @@ Dynamo passes the model's tensors on each call, having checked their shapes; her
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,14 +53,21 @@ class Replayed:
         static: positions of the inputs that belong to the model.
         settings: arguments of `GraphRunner`, and `buckets` for the one symbolic size there is.
         strict: raise instead of warning.
+        compile: makes of a graph what runs it, and is captured.
     """
 
     def __init__(
-        self, module: fx.GraphModule, static: Collection[int], settings: Mapping[str, Any], strict: bool = False
+        self,
+        module: fx.GraphModule,
+        static: Collection[int],
+        settings: Mapping[str, Any],
+        strict: bool = False,
+        compile: Callable[[fx.GraphModule], Callable[..., Any]] = lambda module: module.forward,
     ) -> None:
         placeholders = module.graph.find_nodes(op="placeholder")
         self._module = module
         self._apart = Apart(module)
+        self._tensors = compile(self._apart.tensors)
         self._static = sorted(static)
         self._dynamic = [i for i in self._apart.inputs if i not in static]
         self._fixed: list[torch.Tensor] = []
@@ -116,7 +123,7 @@ class Replayed:
     def _run(self, *inputs: Any) -> Any:
         merged: dict[int, Any] = dict(zip(self._static, self._fixed, strict=True))
         merged.update(zip(self._dynamic, inputs, strict=True))
-        return self._apart.tensors.forward(*(merged[i] for i in sorted(merged)))
+        return self._tensors(*(merged[i] for i in sorted(merged)))
 
 
 def _padding(values: Sequence[Any], buckets: Iterable[int]) -> tuple[dict[str, list[int]] | None, dict[str, InputSpec]]:

@@ -171,7 +171,7 @@ class _Before(Backend):
         super().__init__(_options())
         self._compile = compile
 
-    def _executable(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> _Function:
+    def _executable(self, graph: fx.GraphModule, inputs: Sequence[Any], *, is_late: bool = False) -> _Function:
         return self._compile(graph, inputs)
 
     def compiled(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> _Function:
