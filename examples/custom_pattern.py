@@ -64,6 +64,7 @@ def main() -> None:
             torch.testing.assert_close(found, wanted)
     print(backend.report)
     assert backend.report.ops == {"my_npu::soft_cap": 2}
+    assert backend.report.count("soft_cap") == 3  # one of them is refused
     assert [site.reason for site in backend.report.sites if site.status == "refused"] == [
         "my_npu::soft_cap takes caps up to 50, not 100"
     ]

@@ -21,10 +21,10 @@ from ..patterns.mask import Mask
 from ..patterns.masks.band import EVERYTHING
 from ..patterns.match import Findings, Match
 from ..runtime.declarations import Declaration, Declarations
-from ..runtime.options import ENCODER_ONLY
 from . import bidirectional, freed_calls
 from .edit import Edit, Refused
 from .freed_calls import FusedCall, fused_call
+from .kinds import ENCODER_ONLY
 from .report import Site
 from .rewriter import Rewriter
 

@@ -48,7 +48,8 @@ def unmet(report: Report, graph: fx.Graph, expect: Mapping[str, int]) -> list[st
         sites = [site for site in report.sites if site.kind == kind]
         lowered = sum(site.status == "lowered" for site in sites)
         if lowered < count:
-            told = "".join(f"\n  {line}" for line in _fallen_short(sites)) or "\n  nothing in the graph is nearly that"
+            nothing = "nothing else in the graph is nearly that" if sites else "nothing in the graph is nearly that"
+            told = "".join(f"\n  {line}" for line in _fallen_short(sites)) or f"\n  {nothing}"
             found.append(f"{lowered} of the {count} {kind} expected became ops:{told}")
     return found
 
@@ -70,7 +71,7 @@ def _fallen_short(sites: Iterable[Site]) -> Iterator[str]:
     modules: dict[tuple[str, str], list[str]] = {}
     for site in sites:
         if site.status != "lowered":
-            modules.setdefault((site.status, site.reason or ""), []).append(site.module or "?")
+            modules.setdefault((site.status, site.reason or ""), []).append(site.where)
     for (status, reason), found in modules.items():
         what = "refused" if status == "refused" else "nearly one"
         yield f"{len(found)} {what}, in {', '.join(places(found).splitlines())}: {reason}"

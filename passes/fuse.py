@@ -80,7 +80,7 @@ def _rewrite(
     if edit.rewrite is not None:
         edit.rewrite.site = site
     for node in edit.created:
-        node.meta[SITE] = f"{match.kind}: {site.module}"
+        node.meta[SITE] = f"{match.kind}: {site.where}"
     if options.keep_lines:
         site.after = lines(sorted(node for node in edit.created if rewriter.is_alive(node)))
     for part in match.parts:

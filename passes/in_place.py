@@ -23,12 +23,12 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from ..patterns import values
 from ..runtime.collectives import is_collective
-from ..runtime.options import IN_PLACE
 from ..runtime.sizes import is_contiguous, known_equal, known_same_shape, known_true
 from .apart import part_inputs
 from .cleanup import erase_dead
 from .edit import Refused
 from .effects import is_pure
+from .kinds import IN_PLACE
 from .layout import same_layout
 from .report import Site
 from .rewriter import Rewriter

@@ -15,17 +15,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from ..patterns import RULES, Rule, recognise
+from ..patterns import KINDS, RULES, Rule, recognise
 from ..patterns.match import Findings, RuleError
 from ..runtime.declarations import Declarations
 from ..runtime.ops import CONTRACTS, OpContract
 from ..runtime.ops.host_attention import HOST_ATTENTION
-from ..runtime.options import ENCODER_ONLY, IN_PLACE, REPEATED, Options
+from ..runtime.options import Options
 from ..runtime.target import Target
 from .cleanup import cleanup
 from .encoder_only import Outcome, free
 from .fuse import FUSE, fuse
 from .in_place import put_back
+from .kinds import ENCODER_ONLY, IN_PLACE, REPEATED
 from .launches import count_bytes, count_launches
 from .lowering import LOWERINGS, Lowering
 from .preserve import preserve, restore
@@ -64,6 +65,11 @@ class Flow:
     free: Callable[..., list[Outcome]] = free
     put_back: Callable[[Rewriter], list[Site]] = put_back
     cleanup: Callable[[fx.GraphModule], None] = cleanup
+
+    @property
+    def own_kinds(self) -> tuple[str, ...]:
+        """The kinds that were added to it."""
+        return tuple(rule.kind for rule in self.rules if rule.kind not in KINDS)
 
     def with_kind(self, rule: Rule, lower: Lowering, *contracts: OpContract) -> Flow:
         """The same flow with one kind more, which takes what no other kind has taken.

@@ -14,8 +14,8 @@ from torch import fx
 from ..patterns import values
 from ..patterns.linear import linear
 from ..patterns.preserved import original
-from ..runtime.options import REPEATED
 from .edit import Refused
+from .kinds import REPEATED
 from .report import Site
 from .rewriter import Rewriter
 

@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 from rich.console import Console, RenderableType
 
+from .kinds import ALL, check_kind
+
 Status = Literal["lowered", "refused", "missed"]
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(slots=True)
@@ -25,7 +27,7 @@ class Site:
         status: "lowered" to `op`; "refused": recognised, but no op may stand for it; "missed": nearly that kind.
         op: the fused op it became, on its own or as a part of a larger site.
         reason: why it was refused or missed; None if lowered.
-        module: path of the module that wrote it, as in `model.named_modules()`.
+        module: path of the module that wrote it, as in `model.named_modules()`; None if it's the model itself.
         source: the model's line, `file:line in function`.
         params: what the spelling fixed: eps, sizes, style.
         roundings: where the op rounds otherwise than the model.
@@ -50,6 +52,11 @@ class Site:
     is_lacking: bool = False
     verified: str | None = None
 
+    @property
+    def where(self) -> str:
+        """The module, as a person reads it."""
+        return self.module or "the model itself"
+
 
 @dataclass(slots=True, repr=False)
 class Report:
@@ -68,6 +75,7 @@ class Report:
         failure: the traceback of an internal failure that left the graph unfused.
         cache: with `Options.cache`, whether it was "taken" from the cache or is "kept" there, or why it isn't.
         left_out: what raised and was left out of this compilation, by name, with its traceback.
+        own_kinds: kinds that the backend was taught besides npu_fuse's.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -82,6 +90,7 @@ class Report:
     failure: str | None = None
     cache: str | None = None
     left_out: dict[str, str] = field(default_factory=dict)
+    own_kinds: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -92,7 +101,11 @@ class Report:
         """How many sites of a kind were recognised, lowered or not, with the given parameters.
 
         A parameter is compared with `site.params`; for a bool, `weight=True` asks whether there is one.
+
+        Raises:
+            ValueError: there is no such kind.
         """
+        check_kind("Report.count", kind, (*ALL, *self.own_kinds))
         return sum(
             site.kind == kind
             and site.status != "missed"
@@ -119,6 +132,7 @@ class Report:
             failures += [report.failure] if report.failure else []
             cached += [report.cache] if report.cache else []
             total.left_out.update(report.left_out)
+            total.own_kinds = tuple(dict.fromkeys((*total.own_kinds, *report.own_kinds)))
         total.remark = "\n".join(dict.fromkeys(remarks)) or None
         total.failure = "\n".join(failures) or None
         total.cache = ", ".join(f"{count} {what}" for what, count in Counter(cached).items()) or None
@@ -140,6 +154,7 @@ class Report:
             "failure": self.failure,
             "cache": self.cache,
             "left_out": self.left_out,
+            "own_kinds": self.own_kinds,
             "sites": [asdict(site) for site in self.sites],
         }
         return json.dumps(content, default=lambda value: str(value).removeprefix("torch."), indent=2)
@@ -157,6 +172,7 @@ class Report:
             raise ValueError(f"Report.from_json: this reads version {_VERSION} of the report, and got {version!r}")
         del content["version"], content["seconds"]
         content["ops"] = Counter(content["ops"])
+        content["own_kinds"] = tuple(content["own_kinds"])
         content["sites"] = [_site(site) for site in content["sites"]]
         return cls(**content)
 

@@ -297,6 +297,7 @@ class Backend:
 
     def _keep(self, report: Report, compilation: Compilation | None = None) -> None:
         """Keeps a report; that of a graph that is optimised again takes the place of its last one."""
+        report.own_kinds = self.flow.own_kinds
         place = compilation.place if compilation is not None else None
         if place is None:
             place = len(self.reports)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from ..patterns import KINDS
+from ..passes.kinds import check_kind, hint
 from .declarations import EncoderOnly
 from .graphs.replayed import graph_settings
 from .inner import Inner
 from .target import Target
 
 Numerics = Literal["fused", "exact"]
-
-IN_PLACE = "in_place"
-ENCODER_ONLY = "encoder_only"
-REPEATED = "repeated_projection"
-_KINDS = (*KINDS, IN_PLACE, ENCODER_ONLY, REPEATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +77,7 @@ class Options:
             raise ValueError(f"Options.disable: give a set of kinds, such as {{{self.disable!r}}}, not a string")
         object.__setattr__(self, "disable", frozenset(self.disable))
         for kind in sorted(self.disable):
-            _check_kind("disable", kind)
+            check_kind("Options.disable", kind)
         if self.numerics not in get_args(Numerics):
             raise ValueError(f"Options.numerics: {self.numerics!r} is unknown; known: {', '.join(get_args(Numerics))}")
         if self.inner not in get_args(Inner):
@@ -91,7 +85,7 @@ class Options:
         if self.profile_ranges and self.inner != "eager":
             raise ValueError("Options.profile_ranges: Inductor makes one kernel of several ops; use inner='eager'")
         for kind, count in self.expect.items():
-            _check_kind("expect", kind)
+            check_kind("Options.expect", kind)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise ValueError(f"Options.expect: {kind!r} is to be a number of sites, not {count!r}")
         _check_verify(self.verify)
@@ -123,13 +117,8 @@ class Options:
         known = [field.name for field in fields(cls)]
         for key in settings:
             if key not in known:
-                raise ValueError(f"Options: unknown option {key!r}{_hint(key, known)}; known: {', '.join(known)}")
+                raise ValueError(f"Options: unknown option {key!r}{hint(key, known)}; known: {', '.join(known)}")
         return cls(**settings)
-
-
-def _check_kind(option: str, kind: str) -> None:
-    if kind not in _KINDS:
-        raise ValueError(f"Options.{option}: unknown kind {kind!r}{_hint(kind, _KINDS)}; known: {', '.join(_KINDS)}")
 
 
 def _check_verify(given: object) -> None:
@@ -158,8 +147,3 @@ def _switch(said: str) -> bool | str:
     """What an environment variable says that is a switch or a path."""
     known: dict[str, bool | str] = {"": False, "0": False, "1": True}
     return known.get(said, said)
-
-
-def _hint(word: str, known: tuple[str, ...] | list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -52,7 +52,7 @@ class Reproducers:
         numbers = {node.name: value for node, value in values.items() if not isinstance(value, torch.Tensor)}
         _save(folder / _VALUES, tensors)
         site = rewrite.site
-        title = f"{site.kind} in {site.module or 'the model'} ({site.source or 'no source is known'}): {verdict}"
+        title = f"{site.kind} in {site.where} ({site.source or 'no source is known'}): {verdict}"
         calls = {"Original": original.inputs, "Fused": rewrite.inputs}
         lines = [
             f'"""{title}"""',

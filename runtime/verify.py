@@ -116,7 +116,7 @@ class Verified:
         warnings.warn(
             f"npu_fuse: verification failed, and the sites are put back:"
             f" {', '.join(f'{count} {kind}' for kind, count in counts.items())}."
-            f" The first, {first.site.kind} in {first.site.module or 'the model'}: {reasons[first.key]}",
+            f" The first, {first.site.kind} in {first.site.where}: {reasons[first.key]}",
             stacklevel=4,
         )
         return reasons

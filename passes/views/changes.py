@@ -63,7 +63,7 @@ def _outcomes(sites: Iterable[Site]) -> dict[tuple[str, str], Counter[tuple[Stat
     found: dict[tuple[str, str], Counter[tuple[Status, str]]] = {}
     for site in sites:
         outcome = (site.status, site.op or site.reason or "")
-        found.setdefault((site.kind, site.module or "?"), Counter())[outcome] += 1
+        found.setdefault((site.kind, site.where), Counter())[outcome] += 1
     return found
 
 

@@ -87,7 +87,7 @@ def _alike(sites: Iterable[Site]) -> Table:
     rows: dict[tuple[str, Status, str, str], list[str]] = {}
     for site in sites:
         remark = site.reason or site.change or "; ".join(site.roundings)
-        rows.setdefault((site.kind, site.status, site.op or "", remark), []).append(site.module or "?")
+        rows.setdefault((site.kind, site.status, site.op or "", remark), []).append(site.where)
     for (kind, status, op, remark), modules in rows.items():
         op = op.replace("::", "::\n")
         shown.add_row(str(len(modules)), kind, Text(status, COLOURS[status]), op, Text(places(modules)), Text(remark))

@@ -47,7 +47,13 @@ class InputSpec:
     poison: float | int | None = None
 
     def __post_init__(self) -> None:
-        axes = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
+        axes = (self.axes,) if isinstance(self.axes, str) else self.axes
+        if not isinstance(axes, (tuple, list)) or not all(name is None or isinstance(name, str) for name in axes):
+            raise ValueError(
+                f"InputSpec.axes: {axes!r} doesn't name dims as 'batch' or ('batch', None) does;"
+                " leave it out where no dim is padded"
+            )
+        axes = tuple(axes)
         object.__setattr__(self, "axes", axes)
         if isinstance(self.pad, str) and self.pad != "edge":
             raise ValueError(f"InputSpec.pad: {self.pad!r} is no number, nor 'edge'")

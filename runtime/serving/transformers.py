@@ -109,8 +109,12 @@ def enable(
         What has the reports, and switches it off again.
 
     Raises:
+        TypeError: it is no model, such as the class of one.
         ValueError: it is switched on already, or a setting is unknown.
     """
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise TypeError(f"enable: give a model, as from_pretrained returns it, not {what}")
     if isinstance(model.__dict__.get("forward"), _Forward):
         raise ValueError(f"enable: {type(model).__name__} is switched on already; disable() what it returned first")
     decode = Backend(options, **settings)

@@ -83,6 +83,11 @@ def test_strict_raises_it() -> None:
 def test_a_graph_in_which_nothing_is_like_it(caplog: pytest.LogCaptureFixture) -> None:
     (message,) = warned(caplog, model(nn.Tanh()), expect={"rms_norm": 1})
     assert message.splitlines()[1] == "  nothing in the graph is nearly that"
+    (message,) = warned(caplog, model(norm()), expect={"rms_norm": 2})
+    assert message.splitlines() == [
+        "graph 0: 1 of the 2 rms_norm expected became ops:",
+        "  nothing else in the graph is nearly that",
+    ]
 
 
 def test_each_graph_is_held_to_it_but_those_between(caplog: pytest.LogCaptureFixture) -> None:

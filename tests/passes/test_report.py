@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from torch import nn
 
@@ -31,6 +32,20 @@ def test_counts_what_was_recognised_by_kind_and_parameters() -> None:
     assert report.count("rope") == 0, "a near miss is not recognised"
 
 
+def test_a_kind_that_there_is_not_is_no_zero() -> None:
+    assert example().count("qkv") == 0
+    with pytest.raises(ValueError, match=r"Report\.count: unknown kind 'rmsnorm' \(did you mean 'rms_norm'\?\)"):
+        example().count("rmsnorm")
+    taught = Report(own_kinds=("soft_cap",))
+    assert Report.merged([Report(), Report.from_json(taught.to_json())]).count("soft_cap") == 0
+
+
+def test_a_site_outside_of_all_modules_is_the_models_own() -> None:
+    x = torch.randn(3, 8)
+    assert "│ the model itself │" in str(compiled(nn.RMSNorm(8), x).report)
+    assert "│ 0 " in str(compiled(nn.Sequential(nn.RMSNorm(8)), x).report)
+
+
 def test_merges() -> None:
     merged = Report.merged([example(), example(), Report(remark="needs gradients")])
     assert merged.count("glu") == 8
@@ -42,7 +57,7 @@ def test_merges() -> None:
 def test_json_holds_all_of_it() -> None:
     report = compiled(nn.RMSNorm(8, dtype=torch.bfloat16), torch.randn(3, 8, dtype=torch.bfloat16)).report
     content = json.loads(report.to_json())
-    assert content["version"] == 2
+    assert content["version"] == 3
     assert content["ops"] == {"npu::npu_rms_norm": 1}
     assert content["seconds"] > 0
     (site,) = content["sites"]

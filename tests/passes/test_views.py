@@ -155,7 +155,7 @@ def test_a_site_keeps_its_lines_where_somebody_looks() -> None:
 
 
 def test_json_of_another_version_is_refused() -> None:
-    with pytest.raises(ValueError, match="reads version 2 of the report, and got 1"):
+    with pytest.raises(ValueError, match="reads version 3 of the report, and got 1"):
         Report.from_json(json.dumps({"version": 1}))
 
 

@@ -265,6 +265,14 @@ def test_a_setting_that_is_unknown() -> None:
     assert vars(model) == before
 
 
+def test_a_class_is_no_model() -> None:
+    with pytest.raises(TypeError, match="give a model, as from_pretrained returns it, not the class Linear"):
+        enable(nn.Linear)
+    assert "forward" in vars(nn.Linear)
+    with pytest.raises(TypeError, match="not a str"):
+        enable("Qwen/Qwen3-0.6B")
+
+
 def test_the_package_does_not_import_transformers() -> None:
     line = "import sys, npu_fuse.runtime.serving.transformers; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", line], check=True, timeout=120)

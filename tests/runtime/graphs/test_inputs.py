@@ -119,6 +119,8 @@ def test_what_cannot_be_copied_is_refused(argument, reason):
     ("settings", "reason"),
     [
         ({"axes": "batch-1"}, "'batch-1' is no name of an axis"),
+        ({"axes": None}, "None doesn't name dims as 'batch' or .* does; leave it out where no dim is padded"),
+        ({"axes": ("n", 1)}, r"\('n', 1\) doesn't name dims"),
         ({"axes": "n", "pad": "zero"}, "'zero' is no number, nor 'edge'"),
         ({"axes": "n", "static": True}, "can't be padded or converted"),
         ({"axes": ("n", "m"), "host": "lengths"}, "a list has one axis, not 2"),
