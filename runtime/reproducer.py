@@ -14,7 +14,7 @@ from torch import fx
 
 from ..passes.preserve import restore
 from ..passes.rewrites import Program, Rewrite
-from ..passes.views.code import imports, write
+from ..passes.views.code import held, imports, write
 from ..passes.withheld import Part
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ class Reproducers:
         programs = {"Original": original.module, "Fused": rewrite.fused}
         tensors = {node.name: value for node, value in values.items() if isinstance(value, torch.Tensor)}
         for name, program in programs.items():
-            for node in program.graph.find_nodes(op="get_attr"):
-                tensors[f"{name}.{node.target}"] = getattr(program, str(node.target))
+            tensors |= {f"{name}.{attribute}": value for attribute, value in held(program).items()}
         numbers = {node.name: value for node, value in values.items() if not isinstance(value, torch.Tensor)}
         _save(folder / _VALUES, tensors)
         site = rewrite.site
@@ -138,9 +137,8 @@ def _imports(program: fx.GraphModule) -> Iterator[str]:
 
 
 def _class(name: str, program: fx.GraphModule) -> Iterator[str]:
-    held = dict.fromkeys(str(node.target) for node in program.graph.find_nodes(op="get_attr"))
     yield f"class {name}:"
-    yield from (f"    {attribute} = VALUES['{name}.{attribute}']" for attribute in held)
+    yield from (f"    {attribute} = VALUES['{name}.{attribute}']" for attribute in held(program))
     yield from (f"    {line}" if line else "" for line in program.graph.python_code("self").src.strip().split("\n"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -169,22 +170,21 @@ def write(path: Path, module: fx.GraphModule, title: str) -> None:
         OSError: a file can't be written.
     """
     path.write_text(script(module, title), encoding="utf-8")
-    with unset_fake_temporarily():
-        tensors = _held(module)
+    tensors = held(module)
     if tensors:
         torch.save(tensors, path.with_suffix(".pt"))
 
 
-def _held(module: fx.GraphModule) -> dict[str, torch.Tensor]:
+def held(module: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """The tensors that a graph holds, on the CPU, by the names that it has for them."""
     found = {}
-    for node in module.graph.find_nodes(op="get_attr"):
-        value: Any = module
-        for name in str(node.target).split("."):
-            value = getattr(value, name)
-        if value.is_meta:  # it has no numbers: those of the op's contract, else zeros
-            make = node.meta.get(MADE_BY, lambda device, like=value: torch.zeros_like(like, device=device))
-            value = make(torch.device("cpu"))
-        found[str(node.target)] = value.cpu()
+    with unset_fake_temporarily():
+        for node in module.graph.find_nodes(op="get_attr"):
+            value: torch.Tensor = attrgetter(str(node.target))(module)
+            if value.is_meta:  # it has no numbers: those of the op's contract, else zeros
+                make = node.meta.get(MADE_BY, lambda device, like=value: torch.zeros_like(like, device=device))
+                value = make(torch.device("cpu"))
+            found[str(node.target)] = value.cpu()
     return found
 
 
