@@ -5,6 +5,7 @@
 #     make test-serving  the tests in the frameworks' own code, in an environment of theirs
 #     make test-page   the page of a report in Chromium, which has to be installed
 #     make coverage    how much of public models is recognised and fused (an hour; see benchmarks/README.md)
+#     make golden      record how small public models fuse now, which the tests hold changes against
 #     make lint        ruff and strict mypy
 #     make clean       remove what these made
 
@@ -32,7 +33,7 @@ PYTEST := python -m pytest
 SOURCES := $(shell find . -name '*.py' -not -path './.*' -not -path './build/*' \
                           -not -path './tests/*' -not -path './examples/*' -not -path './benchmarks/*')
 
-.PHONY: demo test test-page test-serving coverage lint clean
+.PHONY: demo test test-page test-serving coverage golden lint clean
 
 demo: $(CPU)/.package
 	$(CPU)/bin/python examples/gemma3_270m.py
@@ -54,6 +55,9 @@ coverage: $(CPU)/.package $(NPU)/.package $(STUBS)/libcann_stub.so
 	$(CPU)/bin/python benchmarks/coverage.py run cpu $(ARGS)
 	$(WITH_STUBS) $(NPU)/bin/python benchmarks/coverage.py run npu $(ARGS)
 	$(CPU)/bin/python benchmarks/coverage.py table
+
+golden: $(CPU)/.package
+	$(CPU)/bin/python benchmarks/golden.py --accept
 
 lint: $(CPU)/.package
 	$(CPU)/bin/ruff check .

@@ -165,7 +165,7 @@ NOTES: tuple[Note, ...] = (
         "the kind is a projection whose q and k are rotated; this model rotates nothing",
     ),
     Note(
-        ("bloom", "deberta-v2"),
+        ("bloom", "deberta-v2", "gemma2", "gpt_oss"),
         tuple(f"attention:{mask}" for mask in MASKS),
         "attention is written out in the layer, and the truth has no class for the masks of such",
         is_right=True,

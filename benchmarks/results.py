@@ -39,20 +39,20 @@ def phases_of(model: str, device: str) -> list[str]:
     return [phase for phase in PHASES if phase in TRUE_SITES[model] or phase == "prefill_fp32"]
 
 
-def load(device: str) -> list[Row]:
-    """The rows that are kept, or none."""
-    path = _FOLDER / f"{device}.json"
+def load(name: str) -> list[Row]:
+    """The rows that are kept by a name, that of a device for coverage; or none."""
+    path = _FOLDER / f"{name}.json"
     rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
     return rows
 
 
-def save(device: str, rows: Iterable[Row]) -> None:
+def save(name: str, rows: Iterable[Row]) -> None:
     """Keep rows, one a line and in an order of their own, so that two runs can be compared."""
     versions = {package: version for package in _PACKAGES if (version := _installed(package))}
     ordered = sorted(rows, key=lambda row: (row["model"], PHASES.index(row["phase"])))
     lines = ",\n".join(json.dumps(row) for row in ordered)
     _FOLDER.mkdir(exist_ok=True)
-    (_FOLDER / f"{device}.json").write_text(f'{{"versions": {json.dumps(versions)},\n"rows": [\n{lines}\n]}}\n')
+    (_FOLDER / f"{name}.json").write_text(f'{{"versions": {json.dumps(versions)},\n"rows": [\n{lines}\n]}}\n')
 
 
 def _installed(package: str) -> str | None:
