@@ -6,6 +6,7 @@
 #     make test-page   the page of a report in Chromium, which has to be installed
 #     make coverage    how much of public models is recognised and fused (an hour; see benchmarks/README.md)
 #     make golden      record how small public models fuse now, which the tests hold changes against
+#     make mutants     that each legality check has a test that fails without it (half an hour; see benchmarks/README.md)
 #     make lint        ruff and strict mypy
 #     make clean       remove what these made
 
@@ -33,7 +34,7 @@ PYTEST := python -m pytest
 SOURCES := $(shell find . -name '*.py' -not -path './.*' -not -path './build/*' \
                           -not -path './tests/*' -not -path './examples/*' -not -path './benchmarks/*')
 
-.PHONY: demo test test-page test-serving coverage golden lint clean
+.PHONY: demo test test-page test-serving coverage golden mutants lint clean
 
 demo: $(CPU)/.package
 	$(CPU)/bin/python examples/gemma3_270m.py
@@ -58,6 +59,9 @@ coverage: $(CPU)/.package $(NPU)/.package $(STUBS)/libcann_stub.so
 
 golden: $(CPU)/.package
 	$(CPU)/bin/python benchmarks/golden.py --accept
+
+mutants: $(CPU)/.package
+	$(CPU)/bin/python benchmarks/mutants.py run $(ARGS)
 
 lint: $(CPU)/.package
 	$(CPU)/bin/ruff check .
