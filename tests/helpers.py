@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 
-from npu_fuse import Backend, Report
+from npu_fuse import Backend, Report, Target
+from npu_fuse.passes.edit import Refused
+from npu_fuse.passes.lowering import LOWERINGS
 from npu_fuse.passes.preserve import restore
+from npu_fuse.passes.rewriter import Rewriter
 from npu_fuse.patterns import recognise
 from npu_fuse.patterns.match import Findings, Match
 
@@ -121,6 +125,33 @@ def repeats(match: Match, values: dict[fx.Node, Any]) -> bool:
     """Law 1: whether the spelling, fed with what the match says it reads, gives the value of its node bit for bit."""
     spelling = match.params.spelling
     return same(spelling(**{name: values[match.inputs[name]] for name in spelling.inputs}), values[match.node])
+
+
+def refusal(found: Compiled, kind: str, changes: Mapping[str, Any] | None = None, **settings: Any) -> str:
+    """Why no op stands for the first site of a kind, were that another in what `changes` names.
+
+    Args:
+        found: a compiled call.
+        kind: of the site.
+        changes: by path, such as "params.norm.groups"; a part of a mapping is named as an attribute is.
+        settings: of the rewriter.
+    """
+    match = found.findings().of(kind)[0]
+    for path, value in (changes or {}).items():
+        match = _changed(match, path.split("."), value)
+    before = str(found.before.graph)
+    rewriter = Rewriter(found.before, Target(), {}, pack_weights=True, **settings)
+    with pytest.raises(Refused) as refused, rewriter.edit(match.node, match.claimed) as edit:
+        LOWERINGS[kind](match, edit)
+    assert str(found.before.graph) == before
+    return str(refused.value)
+
+
+def _changed(whole: Any, path: list[str], value: Any) -> Any:
+    name, *rest = path
+    if isinstance(whole, Mapping):
+        return {**whole, name: _changed(whole[name], rest, value) if rest else value}
+    return replace(whole, **{name: _changed(getattr(whole, name), rest, value) if rest else value})
 
 
 def graph_of_dynamo(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
-from helpers import Compiled, compiled, repeats
+from helpers import Compiled, compiled, refusal, repeats
 from npu_fuse import Target
 
 Tensor = torch.Tensor
@@ -313,3 +313,42 @@ def test_a_norm_with_an_offset() -> None:
     found = check(Gemma().bfloat16(), *inputs())
     assert is_left_in_parts(found)
     assert "offset" in reason_of(found)
+
+
+@pytest.fixture(scope="module")
+def fused() -> Compiled:
+    return check(Layer().half(), *inputs(torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"write.layout": "batch"}, "its caches have a batch"),
+        *[
+            ({f"norm.{name}": value}, "its norm has a bias, a gate, groups, an offset or a scale before it")
+            for name, value in (("bias", True), ("groups", 2), ("offset", 1.0))
+        ],
+        ({"norm.steps": frozenset({torch.float64})}, "the model computes in torch.float64"),
+        ({"rope.steps": frozenset({torch.float64})}, "the model computes in torch.float64"),
+        ({"rope.backward": True}, "it turns by the negative angle"),
+        ({"rope.style": "half"}, "its rotation takes halves"),
+        ({"rope.style": "interleave"}, "its rotation leaves pairs of neighbours where they are"),
+        ({"rope.head_dim": 128}, "64 of 128 elements of k are rotated"),
+    ],
+)
+def test_what_else_a_site_may_be(fused: Compiled, changes: dict, reason: str) -> None:
+    given = {f"params.{path}": value for path, value in changes.items()}
+    assert reason in refusal(fused, "latent_cache_write", given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"norm.statistics_dtype": torch.float16}, "takes its statistics in torch.float16"),
+        ({}, "the model rounds the normed latent to torch.float16 before the weight"),
+        ({"norm.normed_dtype": torch.float32}, "the op rounds the rotated k once"),
+    ],
+)
+def test_what_is_not_exact(fused: Compiled, changes: dict, reason: str) -> None:
+    given = {f"params.{path}": value for path, value in changes.items()}
+    assert reason in refusal(fused, "latent_cache_write", given, numerics="exact")

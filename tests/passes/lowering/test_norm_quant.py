@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers import Compiled, compiled
+from helpers import refusal as refusal_if
 from npu_fuse import Target
 
 BF16, FP16, FP32, FP64, INT8, INT32 = (
@@ -471,3 +472,78 @@ def test_the_kind_can_be_turned_off() -> None:
     found = residual(lambda y, s: rounded(y / s), BF, disable={"norm_quant"})
     assert refusal(found) == "norm_quant is turned off by Options.disable"
     assert found.report.ops == {ADD: 1}
+
+
+@pytest.fixture(scope="module")
+def sites() -> dict[str, Compiled]:
+    """Each op's smallest site, in float16."""
+    scale, one = CHANNELS, ONE.half()
+
+    def alone(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
+        return rounded(norm(x, w) / s)
+
+    found = {
+        STATIC: residual(lambda y, s: rounded(y / s), scale, dtype=FP16),
+        DYNAMIC: residual(by_rows, dtype=FP16),
+        ALONE: compiled(alone, X1.half(), W.half(), one),
+    }
+    assert all(site(of).op == op for op, of in found.items())
+    return found
+
+
+@pytest.mark.parametrize("op", [STATIC, DYNAMIC, ALONE])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"norm.bias": True}, "its norm has a bias, a gate, groups or a scale before it"),
+        ({"norm.groups": 4}, "its norm has a bias, a gate, groups or a scale before it"),
+        ({"norm.offset": 1.0}, "1 is added to the weight"),
+        ({"norm.steps": frozenset({FP64})}, "the model computes in torch.float64"),
+        ({"norm.dtype": BF16, "norm.steps": frozenset()}, "the norm's result is torch.bfloat16 for an x of"),
+        ({"quantiser.steps": frozenset({FP64})}, "the model quantises in torch.float64"),
+    ],
+)
+def test_what_else_a_norm_may_be(sites: dict[str, Compiled], op: str, changes: dict, reason: str) -> None:
+    assert reason in refusal_if(sites[op], "norm_quant", {f"params.{path}": value for path, value in changes.items()})
+
+
+@pytest.mark.parametrize("op", [STATIC, ALONE])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rounds_last": False, "zero_point": 0.5}, "a zero point after it has rounded, which is not known to be an"),
+        ({"zero_point": 0.5}, "the zero point 0.5 is no int8"),
+        ({"zero_point": -129.0}, "the zero point -129 is no int8"),
+        ({"zero_point": 128.0}, "the zero point 128 is no int8"),
+    ],
+)
+def test_what_else_a_quantiser_may_add(sites: dict[str, Compiled], op: str, changes: dict, reason: str) -> None:
+    given = {f"params.quantiser.{name}": value for name, value in changes.items()}
+    assert reason in refusal_if(sites[op], "norm_quant", given)
+
+
+@pytest.mark.parametrize("op", [STATIC, DYNAMIC, ALONE])
+def test_coarse_statistics_are_not_exact(sites: dict[str, Compiled], op: str) -> None:
+    coarse = {"params.norm.statistics_dtype": FP16, "params.quantiser.steps": frozenset()}
+    assert "takes its statistics in torch.float16" in refusal_if(sites[op], "norm_quant", coarse, numerics="exact")
+
+
+def test_a_norm_that_is_rounded_at_its_end_is_not_exact(sites: dict[str, Compiled]) -> None:
+    late = {"params.norm.normed_dtype": FP32}
+    said = refusal_if(sites[STATIC], "norm_quant", late, numerics="exact")
+    assert "the op rounds the normed x to torch.float16 before the weight; the model does not" in said
+
+
+def test_what_rows_are_multiplied_by_is_noted(sites: dict[str, Compiled]) -> None:
+    assert any("multiplies a row by 127 / max" in rounding for rounding in site(sites[DYNAMIC]).roundings)
+
+
+def test_a_sum_with_two_quantised_norms_goes_with_the_first() -> None:
+    def model(x1: Tensor, x2: Tensor, v: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        total = x1 + x2
+        return rounded(norm(total, v) / s), rounded(norm(total, w) / s)
+
+    found = compiled(model, X1.half(), X2.half(), W.half(), W.half() * 2, CHANNELS)
+    assert found.report.ops[STATIC] == 1
+    first, second = (site for site in found.report.sites if site.kind == "norm_quant")
+    assert (first.status, second.reason) == ("lowered", "the add has been taken by another fusion")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import compiled
+from helpers import compiled, refusal
 
 Tensor = torch.Tensor
 
@@ -298,3 +298,55 @@ def test_a_wide_sum_that_the_op_does_not_give_is_refused(function, reason: str) 
     assert not found.report.ops
     assert reason in [site.reason for site in found.report.sites if site.kind == "add_rms_norm"]
     assert all(torch.equal(x, y) for x, y in zip(found.output, function(*inputs), strict=True))
+
+
+@pytest.fixture(scope="module")
+def of_a_sum():
+    """A residual sum and its norm: in float16, likewise but added in float32, as SGLang has it, and in float32."""
+
+    def model(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + y
+        return total, llama(total, w)
+
+    def wide(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        total = x.float() + y.float()
+        return total.to(x.dtype), normed(total).to(x.dtype) * w
+
+    given = [torch.randn(shape) for shape in ((2, 64), (2, 64), (64,))]
+    half = [tensor.half() for tensor in given]
+    return [compiled(model, *half), compiled(wide, *half), compiled(model, *given)]
+
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("rms_norm", {"groups": 4}, "it norms 4 groups of the last axis, each on its own"),
+        ("rms_norm", {"offset": 0.5}, "0.5 is added to the weight; there are ops for 0 and 1"),
+        ("rms_norm", {"dtype": torch.float32, "steps": frozenset()}, "its result is torch.float32 for an x of"),
+        ("add_rms_norm", {"norm.offset": 1.0}, "1 is added to the weight, which npu::npu_add_rms_norm does not do"),
+        ("add_rms_norm", {"norm.bias": True}, "its norm has a bias, a gate, groups or a scale before it"),
+        ("add_rms_norm", {"norm.groups": 4}, "its norm has a bias, a gate, groups or a scale before it"),
+        ("add_rms_norm", {"norm.dtype": torch.float32, "norm.steps": frozenset()}, "its result is torch.float32"),
+    ],
+)
+def test_what_else_a_norm_may_be(of_a_sum, kind: str, changes: dict, reason: str) -> None:
+    assert reason in refusal(of_a_sum[0], kind, {f"params.{path}": value for path, value in changes.items()})
+
+
+def test_a_sum_in_float32_is_rounded_only_where_the_op_rounds(of_a_sum) -> None:
+    (site,) = (site for site in of_a_sum[1].report.sites if site.kind == "add_rms_norm")
+    assert site.status == "lowered"
+    steps = {"params.norm.steps": frozenset({BF16})}
+    assert "rounds to torch.bfloat16 on the way" in refusal(of_a_sum[1], "add_rms_norm", steps)
+
+
+@pytest.mark.parametrize(("kind", "path"), [("rms_norm", "params"), ("add_rms_norm", "params.norm")])
+@pytest.mark.parametrize("dtype", ["statistics_dtype", "scale_dtype"])
+def test_coarse_statistics_are_not_exact(of_a_sum, kind: str, path: str, dtype: str) -> None:
+    said = refusal(of_a_sum[2], kind, {f"{path}.{dtype}": BF16}, numerics="exact")
+    assert said == (
+        "Options.numerics is 'exact', and the model takes its statistics in torch.bfloat16, the op in float32"
+    )
