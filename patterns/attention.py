@@ -181,7 +181,14 @@ def _softmax(weights: fx.Node) -> tuple[fx.Node | None, tuple[str, ...]]:
         else:
             break
     softmax = node if node.target in _SOFTMAXES and is_last(node.args[1], node) else _exponentials(node)
+    if not traits and _are_read(node):
+        traits.append("weights that are read elsewhere too")
     return softmax, tuple(traits)
+
+
+def _are_read(weights: fx.Node) -> bool:
+    """Whether something else reads weights than products with values: then they are computed, whatever the rest is."""
+    return any(not is_matmul(user) and not (changes_no_value(user) and not _are_read(user)) for user in weights.users)
 
 
 def _exponentials(node: fx.Node) -> fx.Node | None:

@@ -5,7 +5,7 @@ Heads of key and value are given as they are. A mask becomes a mode where one sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,16 +20,20 @@ from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import is_contiguous, known_true
 from ..edit import Edit, Refused
 from .attention_mask import Masking, masking
-from .attention_ops import ATTENTION_OPS, AttentionOp
+from .attention_ops import ATTENTION_OPS, AttentionOp, Layout
 from .candidates import first_legal
 from .host_attention import lower_on_host
 from .precision import refuse_other_precision
 
 aten = torch.ops.aten
 
-# The axes of [batch, heads, tokens, head_dim] in the order of each layout.
-LAYOUTS: Mapping[str, tuple[int, int, int, int]] = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3)}
-_SWAPPED = LAYOUTS["BSND"]
+# The axes of [batch, heads, tokens, head_dim] in the order of each layout; "SBH" has heads and head_dim in one.
+_LAYOUTS: Mapping[Layout, tuple[int, int, int, int]] = {
+    "BNSD": (0, 1, 2, 3),
+    "BSND": (0, 2, 1, 3),
+    "SBH": (2, 0, 1, 3),
+}
+_SWAPPED = _LAYOUTS["BSND"]
 
 # What inner_precise is where rows that see no key are to be zeros.
 _ZERO_BLANK_ROWS = 2
@@ -44,7 +48,9 @@ def lower(match: Match, edit: Edit) -> OpContract:
     refuse_other_precision(values.dtype(match.node), *p.steps)
     if edit.rewriter.target.soc == "host":
         return lower_on_host(match, edit)
-    return first_legal({name: partial(_lower, match, edit, op) for name, op in ATTENTION_OPS.items()}, edit)
+    nodes = [heads_second(edit.current(match.inputs[name]), edit) for name in ("query", "key", "value")]
+    by_copies = sorted(ATTENTION_OPS.items(), key=lambda item: _copies(nodes, best_layout(nodes, item[1])))
+    return first_legal({name: partial(_lower, match, edit, op) for name, op in by_copies}, edit)
 
 
 def _lower(match: Match, edit: Edit, op: AttentionOp, contract: OpContract) -> None:
@@ -57,10 +63,8 @@ def _lower(match: Match, edit: Edit, op: AttentionOp, contract: OpContract) -> N
     if num_kv_heads != p.num_heads and edit.rewriter.target.soc in op.repeats_heads_on:
         key, value = (_repeated(node, p.num_heads // num_kv_heads, edit) for node in (key, value))
         num_kv_heads = p.num_heads
-    layout = min(LAYOUTS, key=lambda name: _copies((query, key, value), LAYOUTS[name]))
-    keys: dict[str, Any] = {
-        name: edit.contiguous(edit.permuted(node, LAYOUTS[layout])) for name, node in (("key", key), ("value", value))
-    }
+    layout = best_layout((query, key, value), op)
+    keys: dict[str, Any] = {name: _laid_out(node, layout, edit) for name, node in (("key", key), ("value", value))}
     if op.num_kv_heads is not None and num_kv_heads != p.num_heads:
         keys[op.num_kv_heads] = num_kv_heads
     call(match, query, keys, masking(match, query, key, op, edit), layout, op, contract, edit)
@@ -71,7 +75,7 @@ def call(
     query: fx.Node,
     keys: Mapping[str, Any],
     masked: Masking,
-    layout: str,
+    layout: Layout,
     op: AttentionOp,
     contract: OpContract,
     edit: Edit,
@@ -83,7 +87,7 @@ def call(
         query: [batch, heads, tokens, head_dim].
         keys: the arguments that say what is attended to.
         masked: what of it is hidden.
-        layout: one of `LAYOUTS`, in which query is given.
+        layout: in which query is given.
         op: the op.
         contract: its contract.
         edit: the rewrite of the site.
@@ -93,21 +97,20 @@ def call(
     """
     p = match.params
     assert isinstance(p, Attention)
-    order = LAYOUTS[layout]
     roots = _in_type_of(query, match.node)
-    arguments: dict[str, Any] = {"query": edit.contiguous(edit.permuted(query, order)), **keys}
+    arguments: dict[str, Any] = {"query": _laid_out(query, layout, edit), **keys}
     tokens = values.shape(query)[2]
     swaps = op.swaps_result and layout == "BNSD" and known_true(tokens > 1) and all(map(_wants_tokens_first, roots))
-    if swaps:
-        layout, order = "BNSD_BSND", _SWAPPED
-    arguments |= {op.num_heads: p.num_heads, "input_layout": layout, op.scale: p.scale}
+    given = "BNSD_BSND" if swaps else layout
+    arguments |= {op.num_heads: p.num_heads, "input_layout": given, op.scale: p.scale}
     if masked.zeros_blank_rows:
         arguments["inner_precise"] = _ZERO_BLANK_ROWS
     edit.note("the op computes in float32 and rounds once; the model rounds as its own kernels do")
     result = edit.op(contract, **{**arguments, **op.constant, **masked.arguments})
     result = edit.item(result, 0) if op.gives_several else result
     for root, own in zip(roots, _each_its_own(result, len(roots), edit), strict=True):
-        _replace(root, own, order, edit)
+        by_head = edit.view(own, [*edit.sizes(own)[:2], p.num_heads, -1]) if layout == "SBH" else own
+        _replace(root, by_head, _SWAPPED if swaps else _LAYOUTS[layout], edit)
 
 
 def _in_type_of(query: fx.Node, root: fx.Node) -> list[fx.Node]:
@@ -142,9 +145,20 @@ def _repeated(node: fx.Node, times: int, edit: Edit) -> fx.Node:
     return edit.share(("repeated", node, times), make)
 
 
-def _copies(nodes: tuple[fx.Node, ...], order: tuple[int, ...]) -> int:
-    """How many of the tensors have to be copied to lie in an order."""
-    return sum(not _lies_in(node, order) for node in nodes)
+def best_layout(nodes: Sequence[fx.Node], op: AttentionOp) -> Layout:
+    """The layout in which most of the tensors lie already."""
+    return min(op.layouts, key=lambda layout: _copies(nodes, layout))
+
+
+def _copies(nodes: Sequence[fx.Node], layout: Layout) -> int:
+    """How many of the tensors have to be copied to lie in a layout."""
+    return sum(not _lies_in(node, _LAYOUTS[layout]) for node in nodes)
+
+
+def _laid_out(node: fx.Node, layout: Layout, edit: Edit) -> fx.Node:
+    """[batch, heads, tokens, head_dim] in a layout."""
+    rows = edit.contiguous(edit.permuted(node, _LAYOUTS[layout]))
+    return edit.view(rows, [*edit.sizes(rows)[:2], -1]) if layout == "SBH" else rows
 
 
 def _lies_in(node: fx.Node, order: tuple[int, ...]) -> bool:
@@ -189,8 +203,9 @@ def _each_its_own(result: fx.Node, count: int, edit: Edit) -> list[fx.Node]:
 
 def _replace(old: fx.Node, result: fx.Node, order: tuple[int, ...], edit: Edit) -> None:
     shape = values.shape(old)
+    back = [order.index(axis) for axis in range(len(order))]
     if len(shape) == 3:
-        heads_second = edit.contiguous(edit.permuted(result, order))  # an order that undoes itself
+        heads_second = edit.contiguous(edit.permuted(result, back))
         rows, head_dim = (edit.rewriter.size(shape[axis], heads_second, axis + 1) for axis in (1, 2))
         edit.replace(old, edit.view(heads_second, [-1, rows, head_dim]))
         return
@@ -199,4 +214,4 @@ def _replace(old: fx.Node, result: fx.Node, order: tuple[int, ...], edit: Edit) 
         for copy, own in zip(copies, _each_its_own(result, len(copies), edit), strict=True):
             edit.replace(copy, own)
         return
-    edit.replace(old, edit.permuted(result, order))
+    edit.replace(old, edit.permuted(result, back))

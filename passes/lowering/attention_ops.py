@@ -10,7 +10,10 @@ from typing import Any, Literal
 from ...runtime.ops.attention_mask import UNLIMITED
 from ...runtime.target import Soc
 
-__all__ = ["ATTENTION_OPS", "AttentionOp"]
+__all__ = ["ATTENTION_OPS", "AttentionOp", "Layout"]
+
+# B batch, N heads, S tokens, D head_dim; H = N * D.
+Layout = Literal["BNSD", "BSND", "SBH"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,7 @@ class AttentionOp:
         next_tokens: likewise forward.
         has_modes: whether a mode may stand for a mask everywhere it is lowered for.
         zeros_for: the queries for which it can give zeros where no key is seen: none, several tokens, or any.
+        layouts: those it takes q, k and v in, the preferred one first.
         swaps_result: whether it takes "BNSD_BSND".
         gives_several: whether the result is the first of several.
         pads_shift: whether rows of the shift are padded to whole blocks.
@@ -41,6 +45,7 @@ class AttentionOp:
     next_tokens: str = "next_tokens"
     has_modes: bool = True
     zeros_for: Literal["none", "several tokens", "any"] = "none"
+    layouts: tuple[Layout, ...] = ("BNSD", "BSND")
     swaps_result: bool = True
     gives_several: bool = True
     pads_shift: bool = True
@@ -59,6 +64,7 @@ ATTENTION_OPS: Mapping[str, AttentionOp] = {
         pre_tokens="pre_tockens",
         next_tokens="next_tockens",
         zeros_for="any",
+        layouts=("BNSD", "BSND", "SBH"),
         swaps_result=False,
         pads_shift=False,
     ),

@@ -17,7 +17,7 @@ from ...runtime.ops.attention_mask import COMPRESSED
 from ...runtime.ops.contract import OpContract
 from ...runtime.sizes import is_contiguous, known_equal, static_int
 from ..edit import Edit, Refused
-from .attention import LAYOUTS, call, heads_second
+from .attention import best_layout, call, heads_second
 from .attention_mask import masking
 from .attention_ops import ATTENTION_OPS
 from .precision import refuse_other_precision
@@ -50,16 +50,10 @@ def lower(match: Match, edit: Edit) -> OpContract:
     if "atten_mask" in masked.arguments and masked.arguments.get("sparse_mode") not in COMPRESSED:
         masked.arguments["atten_mask"] = _as_wide_as_the_table(masked.arguments["atten_mask"], match, edit)
     if p.heads_first:  # such caches are for one layout, of query and result
-        layout, op = "BNSD", replace(op, swaps_result=False)
-    else:
-        layout = min(LAYOUTS, key=lambda name: not _lies_in(query, LAYOUTS[name]))
+        op = replace(op, layouts=("BNSD",), swaps_result=False)
+    layout = best_layout([query], op)
     call(attention, query, arguments, masked, layout, op, contract, edit)
     return contract
-
-
-def _lies_in(node: fx.Node, order: tuple[int, ...]) -> bool:
-    value = values.tensor(node)
-    return value is not None and is_contiguous(value.permute(order))
 
 
 def _cache(name: str, match: Match, edit: Edit) -> fx.Node:

@@ -252,6 +252,40 @@ def test_the_layout_is_that_of_most() -> None:
     assert len(copies(found)) == 1
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("function", [sdpa, eager])
+def test_tokens_before_the_batch_are_given_so(function: attentions.Attention, dtype: torch.dtype) -> None:
+    """As in `nn.MultiheadAttention`; only the op of training takes that, and no copy is needed for it."""
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(2, (-1, HEAD_DIM)).permute(1, 2, 0, 3) for x in (q, k, v))
+        return function(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)).permute(2, 0, 1, 3).flatten(2)
+
+    q, k, v = (t.permute(2, 0, 1, 3).flatten(2) for t in qkv(5, 7, kv_heads=KV_HEADS, dtype=dtype))
+    found = check(block, q, k, v)
+    (arguments,) = calls(found)
+    assert found.report.ops == {TRAINING: 1}
+    assert (arguments["input_layout"], arguments["head_num"]) == ("SBH", HEADS)
+    assert not copies(found)
+    assert found.report.launches_after == 1
+
+
+def test_a_layer_of_torch_has_no_more_launches_than_before() -> None:
+    layer = nn.MultiheadAttention(32, 4, batch_first=True, dtype=BF16).eval()
+    (x,) = tensors((BATCH, TOKENS, 32))
+    report = compiled(lambda x: layer(x, x, x, need_weights=False)[0], x).report
+    assert report.ops == {TRAINING: 1}
+    assert report.launches_after == report.launches_before
+    report = compiled(layer, x, x, x).report
+    assert report.launches_after == report.launches_before
+
+
+def test_of_one_sequence_tokens_are_first_anyway() -> None:
+    (x,) = tensors((TOKENS, 1, HEADS * HEAD_DIM))
+    found = check(lambda x: eager(*(t.unflatten(2, (-1, HEAD_DIM)).permute(1, 2, 0, 3) for t in (x, x * 2, x * 3))), x)
+    assert of_infer(found)["input_layout"] == "BSND"
+
+
 def test_parts_of_one_projection_are_copied() -> None:
     x = torch.cat([by_token(t) for t in qkv()], -1)
     found = check(lambda x: eager(*map(by_head, x.chunk(3, -1))), x)
@@ -878,15 +912,20 @@ def test_what_only_looks_like_it_stays_as_it_is() -> None:
     assert all(same(out, function(*inputs)) for out, function in zip(found.output, functions, strict=True))
 
 
-def test_weights_that_are_used_elsewhere_stay() -> None:
+@pytest.mark.parametrize("read", [lambda weights: weights, lambda weights: weights.mean(1)])
+def test_weights_that_are_used_elsewhere_stay(read: Callable[[Tensor], Tensor]) -> None:
+    """They are computed then, and the op would compute them once more."""
+
     def both(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         weights = attentions.softmax(q @ k.mT * SCALE)
-        return weights @ v, weights
+        return weights @ v, read(weights)
 
     inputs = qkv()
     found = compiled(both, *inputs)
-    assert_near(found.output[0], both(*map(wide, inputs))[0], BF16)
-    assert same(found.output[1], both(*inputs)[1])
+    (site,) = sites(found)
+    assert site.reason == "it has weights that are read elsewhere too, which the fused ops don't take"
+    for out, wanted in zip(found.output, both(*inputs), strict=True):
+        assert same(out, wanted)
 
 
 def test_weights_that_serve_two_values() -> None:
@@ -896,6 +935,7 @@ def test_weights_that_serve_two_values() -> None:
 
     inputs = qkv()
     found = compiled(both, *inputs)
+    assert found.report.ops == {INFER: 2}
     assert_near(found.output, both(*map(wide, inputs)), BF16)
 
 
