@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import ranks
-from ..sizes import known_equal
+from ..sizes import known_equal, known_same_shape
 from ..target import Target
 from .contract import OpContract
 from .layout import row_major
@@ -61,7 +61,7 @@ def _invalid(call: _Call) -> Iterator[str]:
     if bias is not None:
         if bias.dtype != x1.dtype:
             yield f"bias is {dtype_name(bias.dtype)} but x1 is {dtype_name(x1.dtype)} (they must be equal)"
-        if bias.dim() != 1 or not known_equal(bias.shape[0], x2.shape[1]):
+        if not known_same_shape(bias.shape, x2.shape[1:]):
             yield f"bias {shape_text(bias.shape)} is not one row of x2 {shape_text(x2.shape)}"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ..sizes import Size, known_equal, static_int
+from ..sizes import Size, known_equal, known_same_shape, static_int
 from .layout import row_major
 from .reasons import contiguity, dtype_among, rank_between, shape_text
 from .rotary import rotate_half
@@ -90,7 +90,7 @@ def token_rows(tokens: Size, head_dim: int, **tables: torch.Tensor) -> Iterator[
 def vector(name: str, parameter: torch.Tensor, length: int, length_name: str) -> Iterator[str]:
     """A weight or bias has one dim, of that length."""
     yield from dtype_among(name, parameter)
-    if parameter.dim() != 1 or not known_equal(parameter.shape[0], length):
+    if not known_same_shape(parameter.shape, (length,)):
         yield f"{name} is {shape_text(parameter.shape)}, not [{length_name}] = [{length}]"
     yield from contiguity(name, parameter)
 

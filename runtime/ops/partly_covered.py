@@ -92,7 +92,7 @@ class PartlyCovered(Generic[_C]):
             value = arguments[argument.name]
             if argument.name in self._covered or value is None:
                 continue
-            if isinstance(value, torch.Tensor) or value != argument.default_value:
+            if value != argument.default_value:
                 given = "given" if isinstance(value, torch.Tensor) else repr(value)
                 yield f"{argument.name} is {given} (npu_fuse supports its default alone, {argument.default_value!r})"
 

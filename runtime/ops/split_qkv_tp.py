@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from .. import ranks
-from ..sizes import known_equal, static_int
+from ..sizes import known_equal
 from ..target import Target
 from .contract import OpContract
 from .packed_qkv import (
@@ -48,8 +48,6 @@ def _invalid(
     width = q_hidden_size + 2 * kv_hidden_size
     formula = f"q_hidden_size + 2 * kv_hidden_size = {q_hidden_size} + 2 * {kv_hidden_size}"
     yield from packed_rows("input", input, width, formula)
-    if static_int(rotary_dim) is None:
-        yield f"rotary_dim {rotary_dim} is not static (the kernel is compiled for it)"
     yield from token_rows(input.shape[0], head_dim, cos=cos, sin=sin)
     if not known_equal(cos.shape[-1], rotary_dim):
         yield f"cos and sin are {cos.shape[-1]} wide, not rotary_dim {rotary_dim}"

@@ -99,7 +99,7 @@ REFUSED = {
     "another batch": (lambda: call(states=in_pool_memory(drawn(3, 16, 4))), "one for each of 2 sequences"),
     "states of two axes": (lambda: call(states=drawn(2, 16)), "states has 2 dims [2, 16] (the kernel takes 3)"),
     "columns side by side": (lambda: call(states=drawn(2, 16, 4)), "channels don't lie side by side"),
-    "two axes": (lambda: call(x=drawn(2, 16)), "x"),
+    "two axes": (lambda: call(x=drawn(2, 16)), "x has 2 dims [2, 16] (the kernel takes 3)"),
     "flags of no state": (
         lambda: call(has_initial_state=torch.ones(2).bool(), reads_states=False),
         "no states are read",

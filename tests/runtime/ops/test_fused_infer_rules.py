@@ -277,6 +277,7 @@ def test_limits_that_take_memory(outside, reason, inside):
         ),
         (batched(actual_seq_lengths=[9]), "actual_seq_lengths holds 9", decoding(actual_seq_lengths=[9])),
         (packed(actual_seq_lengths=None), "actual_seq_lengths is missing, which packed sequences need", packed()),
+        (packed(actual_seq_lengths=[]), "actual_seq_lengths has 0 sequences (the kernel takes 1 to 4096)", packed()),
         (packed(actual_seq_lengths_kv=None), "actual_seq_lengths_kv is missing, which packed sequences need", packed()),
         (packed(actual_seq_lengths=[]), "actual_seq_lengths has 0 sequences", packed()),
         (packed_paged(actual_seq_lengths=None), "actual_seq_lengths is missing", packed_paged()),

@@ -81,7 +81,7 @@ UNDEFINED = [
     (valid(rotary_mode=None), "rotary_mode None is unknown", valid(rotary_mode="interleave")),
     (valid(cache_mode="interleave"), "cache_mode 'interleave' is not supported", valid(cache_mode="default")),
     (three(mrope_section=[12, 10, 10]), "mrope_section [12, 10, 10] is not documented", three()),
-    (valid(query=torch.ones(3, 128).double()), "query is float64", valid(dtype=torch.float16)),
+    (valid(query=torch.ones(3, 128).double()), "query is float64 (the kernel takes", valid(dtype=torch.float16)),
     (valid(key=torch.ones(3, 64).half()), "key is float16 but query is float32", valid(dtype=torch.float16)),
     (valid(cos_sin_cache=torch.ones(9, 32).half()), "cos_sin_cache is float16 but query is float32", valid()),
     (valid(query=torch.ones(3, 4, 32)), "query has 3 dims [3, 4, 32] (the kernel takes 2)", valid()),

@@ -158,6 +158,11 @@ def zeros(*shape, dtype=HALF):
             call(NZ),
         ),
         (
+            call(NZ, key_cache=zeros(2, 3, 4, 16)),
+            "key_cache [2, 3, 4, 16] is not [blocks, 2, block_size, 16] (PA_NZ)",
+            call(NZ),
+        ),
+        (
             call(NZ, dtype=CHAR, key_cache=zeros(2, 2, 4, 16, dtype=CHAR)),
             "key_cache [2, 2, 4, 16] is not [blocks, 1, block_size, 32] (PA_NZ)",
             call(NZ, dtype=CHAR),

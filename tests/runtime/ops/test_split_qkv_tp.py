@@ -179,7 +179,7 @@ def test_symbolic_tokens_are_kept_and_not_refused(symbolic):
 def test_symbolic_geometry_is_refused(symbolic):
     tokens = symbolic(("T", 4)).shape[0]
     assert "kv_hidden_size 16*s" in CONTRACT.refusal(Target(), **valid(kv_hidden_size=tokens * 16))
-    assert "rotary_dim s" in CONTRACT.refusal(Target(), **valid() | {"rotary_dim": tokens})
+    assert "cos and sin are 8 wide, not rotary_dim s" in CONTRACT.refusal(Target(), **valid() | {"rotary_dim": tokens})
 
 
 def test_no_tokens_give_empty_results(assert_same_layout):
