@@ -150,6 +150,8 @@ def optimise(
     if withheld.allows(REPEATED):
         with _part(report, REPEATED):
             report.sites += flow.merge(rewriter, disabled=REPEATED in options.disable)
+            if any(site.status == "lowered" for site in report.sites):
+                module.graph.lint()
     rules = [rule for rule in flow.rules if Part(RECOGNISE, rule.kind) not in withheld.parts]
     findings = Findings()
     if withheld.allows(RECOGNISE):

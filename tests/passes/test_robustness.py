@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from npu_fuse import Backend, Report
+from npu_fuse import Backend, Report, Site
 from npu_fuse.passes.lowering import LOWERINGS
 from npu_fuse.passes.pipeline import Flow
 from npu_fuse.patterns import KINDS, RULES
@@ -150,6 +150,17 @@ def test_a_lowering_that_leaves_no_whole_graph_is_undone() -> None:
     report, (message,) = run(Flow(lowerings={**LOWERINGS, RMS_NORM: out_of_order}))
     assert "fuse of rms_norm is left out, by an internal failure: RuntimeError" in message
     assert lowered(report) == ALL | {"rms_norm": 1}
+
+
+def test_a_merge_that_leaves_no_whole_graph_is_undone() -> None:
+    def out_of_order(rewriter: Any, *, disabled: bool) -> list[Any]:
+        first, *_, last = (node for node in rewriter.graph.nodes if node.op == "call_function")
+        first.prepend(last)  # before its inputs
+        return [Site("repeated_projection", "lowered", op="aten.linear")]
+
+    report, (message,) = run(Flow(merge=out_of_order))
+    assert "the pass repeated_projection is left out, by an internal failure: RuntimeError" in message
+    assert lowered(report) == ALL
 
 
 @pytest.mark.parametrize(
