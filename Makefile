@@ -5,6 +5,7 @@
 #     make test-serving  the tests in the frameworks' own code, in an environment of theirs
 #     make test-page   the page of a report in Chromium, which has to be installed
 #     make coverage    how much of public models is recognised and fused (an hour; see benchmarks/README.md)
+#     make bench       what the rest of benchmarks/ measures: launches, compile and run time, replay (see its README.md)
 #     make golden      record how small public models fuse now, which the tests hold changes against
 #     make mutants     that each legality check has a test that fails without it (half an hour; see benchmarks/README.md)
 #     make lint        ruff and strict mypy
@@ -34,7 +35,7 @@ PYTEST := python -m pytest
 SOURCES := $(shell find . -name '*.py' -not -path './.*' -not -path './build/*' \
                           -not -path './tests/*' -not -path './examples/*' -not -path './benchmarks/*')
 
-.PHONY: demo test test-page test-serving coverage golden mutants lint clean
+.PHONY: demo test test-page test-serving coverage bench golden mutants lint clean
 
 demo: $(CPU)/.package
 	$(CPU)/bin/python examples/gemma3_270m.py
@@ -56,6 +57,15 @@ coverage: $(CPU)/.package $(NPU)/.package $(STUBS)/libcann_stub.so
 	$(CPU)/bin/python benchmarks/coverage.py run cpu $(ARGS)
 	$(WITH_STUBS) $(NPU)/bin/python benchmarks/coverage.py run npu $(ARGS)
 	$(CPU)/bin/python benchmarks/coverage.py table
+
+# The last one ends with status 1 where a golden number differs.
+bench: $(CPU)/.package $(NPU)/.package $(STUBS)/libcann_stub.so
+	$(CPU)/bin/python benchmarks/compile_time.py
+	$(CPU)/bin/python benchmarks/compile_cache.py
+	$(CPU)/bin/python benchmarks/replay.py
+	$(CPU)/bin/python benchmarks/launches.py run cpu
+	$(WITH_STUBS) $(NPU)/bin/python benchmarks/launches.py run npu
+	$(CPU)/bin/python benchmarks/golden.py
 
 golden: $(CPU)/.package
 	$(CPU)/bin/python benchmarks/golden.py --accept

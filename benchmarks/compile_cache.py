@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+RESULTS = Path(__file__).parent / "results" / "compile_cache.json"
 _STARTS = 3
 
 
@@ -24,6 +25,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--layers", type=int, default=16)
     arguments.add_argument("--folder", help="of the cache: then this process is one start, and says its times as JSON")
+    arguments.add_argument("--json", type=Path, default=RESULTS, help="a file to keep the times in")
     given = arguments.parse_args()
     if given.folder is not None:
         print(json.dumps(start(given.layers, given.folder)))
@@ -35,9 +37,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             firsts.append(run(given.layers, folder, "1 kept"))
             seconds.append(run(given.layers, folder, "1 taken"))
+    kept = {}
     for what in ("passes", "compilation"):
         first, second = (statistics.median(times[what] for times in starts) for starts in (firsts, seconds))
         print(f"{what}: first start {first:.2f} s, second start {second:.2f} s, ratio {second / first:.2f}")
+        kept[what] = {"first": round(first, 3), "second": round(second, 3), "ratio": round(second / first, 2)}
+    given.json.write_text(json.dumps({"layers": given.layers, "seconds": kept}, indent=1) + "\n")
 
 
 def run(layers: int, folder: str, expected: str | None = None) -> dict[str, float]:

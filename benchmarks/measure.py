@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 import npu_fuse
-from fake_npu import on_fake_npu
+from fake import on_fake
 from kinds import KINDS
 from models import MODELS
 from peers import found_by_literal, found_by_npugraph_ex
@@ -117,7 +117,7 @@ def _measured(model: str, phase: str, device: str) -> Row:
     with torch.no_grad():
         inputs = MODELS[model].inputs(module, phase.removesuffix("_fp32"))
         if device == "npu":
-            with on_fake_npu(module, inputs) as moved:
+            with on_fake("npu:0", module, inputs) as moved:
                 compiled(**moved)
         elif single:
             wanted = module(**inputs)

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from functorch.compile import make_boxed_func
@@ -27,7 +28,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch._inductor.pattern_matcher import Match, PatternMatcherPass, fwd_only, register_replacement
 
-__all__ = ["LITERAL", "NPUGRAPH_EX", "PEERS", "Literal", "found_by_literal", "found_by_npugraph_ex"]
+__all__ = [
+    *("LITERAL", "NPUGRAPH_EX", "PEERS", "Literal"),
+    *("found_by_literal", "found_by_npugraph_ex", "through_npugraph_ex"),
+]
+
+Looked = TypeVar("Looked")
 
 NPUGRAPH_EX = "npugraph_ex"
 
@@ -93,19 +99,41 @@ class Literal:
 
     def count(self, graph: fx.Graph) -> int:
         """How many sites it finds in a graph, which stays as it is."""
+        return len(self._matches(graph)) * self.sites
+
+    def fuse(self, graph: fx.Graph) -> None:
+        """Puts one call in the place of all calls of each match. The graph can be counted then, and not run."""
+        for match in self._matches(graph):
+            inside, outputs = set(match.nodes), [node for node in match.output_nodes() if node is not None]
+            inputs = dict.fromkeys(read for node in match.nodes for read in node.all_input_nodes if read not in inside)
+            with graph.inserting_before(outputs[0]):
+                call = graph.call_function(fused, tuple(inputs))
+                results = [graph.call_function(operator.getitem, (call, i)) for i in range(len(outputs))]
+            call.meta["val"] = [output.meta["val"] for output in outputs]
+            for output, result in zip(outputs, results, strict=True):
+                result.meta["val"] = output.meta["val"]
+                output.replace_all_uses_with(result)
+            graph.eliminate_dead_code()
+
+    def _matches(self, graph: fx.Graph) -> list[Match]:
         patterns, matches = _matcher(self)
         matches.clear()
         patterns.apply(graph)
-        return len(matches) * self.sites
+        return list(matches.values())
+
+
+def fused(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What stands for a kernel of a peer."""
+    raise NotImplementedError
 
 
 @functools.cache
-def _matcher(literal: Literal) -> tuple[PatternMatcherPass, set[fx.Node]]:
-    """A pass that replaces nothing, and the set to which it adds the first result of each match."""
-    matches: set[fx.Node] = set()
+def _matcher(literal: Literal) -> tuple[PatternMatcherPass, dict[fx.Node, Match]]:
+    """A pass that replaces nothing, and to where it puts each match, by its first result."""
+    matches: dict[fx.Node, Match] = {}
 
     def note(match: Match) -> bool:
-        matches.update(node for node in match.output_nodes()[:1] if node is not None)
+        matches.update({node: match for node in match.output_nodes()[:1] if node is not None})
         return False
 
     tensors = [torch.empty(shape, dtype=literal.dtype) for shape in literal.shapes]
@@ -187,24 +215,35 @@ FUSED_OPS = {
 
 
 def found_by_npugraph_ex(module: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, Counter[str]]:
-    """How many fused ops npugraph_ex's own passes bring into its graph of one of Dynamo's, by what they stand for.
+    """How many fused ops npugraph_ex's own passes bring into its graph of one of Dynamo's, by what they stand for."""
 
-    Its compilation runs on a fake NPU as far as on a real one; what it gives can't be called there.
-    """
-    import npugraph_ex
+    def ops(graph: fx.Graph) -> Counter[str | None]:
+        return Counter(getattr(node.target, "_opname", None) for node in graph.nodes)
 
-    seen: list[Counter[str | None]] = []
-
-    def look(graph_module: fx.GraphModule, *_: Any) -> None:
-        seen.append(Counter(getattr(node.target, "_opname", None) for node in graph_module.graph.nodes))
-
-    config = npugraph_ex.CompilerConfig()
-    config.post_grad_custom_pre_pass = look
-    config.post_grad_custom_post_pass = look
-    npugraph_ex.get_npu_backend(compiler_config=config)(module, example_inputs)
-    before, after = seen
+    before, after = through_npugraph_ex(module, example_inputs, ops)
     found: Counter[str] = Counter()
     for op, count in (after - before).items():
         if op in FUSED_OPS:
             found[FUSED_OPS[op]] += count
     return {NPUGRAPH_EX: found}
+
+
+def through_npugraph_ex(
+    module: fx.GraphModule, example_inputs: Sequence[Any], look: Callable[[fx.Graph], Looked]
+) -> list[Looked]:
+    """What `look` sees in npugraph_ex's graph of one of Dynamo's, before its passes and after.
+
+    Its compilation runs on a fake NPU as far as on a real one; what it gives can't be called there.
+    """
+    import npugraph_ex
+
+    seen: list[Looked] = []
+
+    def stage(graph_module: fx.GraphModule, *_: Any) -> None:
+        seen.append(look(graph_module.graph))
+
+    config = npugraph_ex.CompilerConfig()
+    config.post_grad_custom_pre_pass = stage
+    config.post_grad_custom_post_pass = stage
+    npugraph_ex.get_npu_backend(compiler_config=config)(module, example_inputs)
+    return seen

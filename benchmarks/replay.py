@@ -132,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 28, 64])
     parser.add_argument("--inputs", type=int, nargs="+", default=[2, 6, 12])
     parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--json", type=Path, default=RESULTS, help="a file to keep the times in")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                           *(f"{ratio:.3f}" for ratio in ratios))  # fmt: skip
     Console().print(table)
     machine = f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-    RESULTS.write_text(json.dumps({"machine": machine, "microseconds": rows}, indent=1) + "\n")
+    options.json.write_text(json.dumps({"machine": machine, "microseconds": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@ import json
 import replay
 
 
-def test_every_way_is_timed_and_kept(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(replay, "RESULTS", tmp_path / "replay.json")
-    replay.main(["--layers", "1", "2", "--inputs", "2", "--rounds", "1"])
+def test_every_way_is_timed_and_kept(tmp_path, capsys):
+    replay.main(["--layers", "1", "2", "--inputs", "2", "--rounds", "1", "--json", str(tmp_path / "replay.json")])
     kept = json.loads((tmp_path / "replay.json").read_text())
     assert [(row["layers"], row["inputs"]) for row in kept["microseconds"]] == [(1, 2), (2, 2)]
     for row in kept["microseconds"]:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from fake_npu import _moved
+from fake import _moved
 
 
 def test_tensors_are_found_in_containers_and_objects() -> None:

@@ -1,4 +1,4 @@
-"""Models and what they are called with on an NPU that isn't there: fake tensors of device "npu", under torch_npu."""
+"""Models and what they are called with as fake tensors: on an NPU that isn't there, under torch_npu, or on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["on_fake_npu"]
+__all__ = ["on_fake"]
 
 
 def _ones(size: list[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
@@ -18,19 +18,20 @@ def _ones(size: list[int], *, dtype: torch.dtype | None = None, device: Any = No
 
 
 @contextmanager
-def on_fake_npu(module: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Moves a module to the fake NPU, for good, and gives its inputs there.
+def on_fake(device: str, module: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Moves a module to a fake device, for good, and gives its inputs there.
 
-    Everything is made on the CPU before, the contents of caches too: what makes it would launch real kernels on an NPU.
+    Everything is made elsewhere before, the contents of caches too: what makes it would launch real kernels on an NPU.
 
     Args:
-        module: a module on the CPU.
+        device: "npu:0" or "cpu".
+        module: a module on the CPU, or on the meta device.
         inputs: its keyword arguments: tensors, or containers and objects that hold tensors, such as caches.
     """
     fakes: dict[torch.Tensor, torch.Tensor] = {}  # so that tied weights stay tied
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return fakes.setdefault(tensor, torch.empty_like(tensor, device="npu"))
+        return fakes.setdefault(tensor, torch.empty_like(tensor, device=device))
 
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -42,7 +43,7 @@ def on_fake_npu(module: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str,
         module._apply(fake)
         for part in module.modules():  # tensors that are neither parameters nor buffers
             vars(part).update({name: fake(value) for name, value in vars(part).items() if torch.is_tensor(value)})
-        yield _moved(inputs, fake, torch.device("npu:0"))
+        yield _moved(inputs, fake, torch.device(device))
 
 
 def _moved(value: Any, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Any:
