@@ -140,7 +140,9 @@ def refusal(found: Compiled, kind: str, changes: Mapping[str, Any] | None = None
     for path, value in (changes or {}).items():
         match = _changed(match, path.split("."), value)
     before = str(found.before.graph)
-    rewriter = Rewriter(found.before, Target(), {}, pack_weights=True, **settings)
+    given = zip(found.before.graph.find_nodes(op="placeholder"), found.inputs, strict=True)
+    parameters = {node: value for node, value in given if isinstance(value, torch.nn.Parameter)}
+    rewriter = Rewriter(found.before, Target(), parameters, pack_weights=True, **settings)
     with pytest.raises(Refused) as refused, rewriter.edit(match.node, match.claimed) as edit:
         LOWERINGS[kind](match, edit)
     assert str(found.before.graph) == before

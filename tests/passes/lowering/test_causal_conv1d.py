@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from helpers import Compiled, compiled, same
+from helpers import Compiled, compiled, refusal, same
 from npu_fuse import Target
 from npu_fuse.runtime.conv_state import in_pool_memory
 
@@ -384,3 +384,69 @@ def test_weights_that_change_are_seen() -> None:
         model.conv1d.weight.mul_(2)
         torch.testing.assert_close(found.function(x, ours), model(x, theirs), rtol=3e-2, atol=3e-2)
     assert same(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def step() -> Compiled:
+    return check(Mixer(decode), drawn(B, 1, C), pooled())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"lead": 1}, "it gives results for 1 columns before x too"),
+        ({"steps": frozenset({torch.float64})}, "the model computes in torch.float64"),
+        ({"dtype": FP32, "steps": frozenset()}, "its result is torch.float32 for an x of torch.bfloat16"),
+        ({"weight_roles": ("time", "channel")}, "the axes of its weight are time, channel"),
+        (
+            dict.fromkeys(("state.roles", "update.roles"), ("batch", "channel", "channel")),
+            "the axes of its state are batch, channel, channel",
+        ),
+        ({"state.start": 0}, "it reads the columns from 0 on of a state of 4; the op reads the last"),
+        ({"x_roles": ("batch", "batch", "channel")}, "are batch, batch, channel: too many"),
+        ({"roles": ("batch", "time", "time")}, "the axes of its result are batch, time, time: too many"),
+    ],
+)
+def test_what_else_a_step_may_be(step: Compiled, changes: dict, expected: str) -> None:
+    given = {f"params.{path}": value for path, value in changes.items()}
+    assert expected in refusal(step, "causal_conv1d", given)
+
+
+class Alone(nn.Module):
+    """A convolution without projections, of an x whose columns lie side by side."""
+
+    def __init__(self, conv: Callable[..., tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.conv, self.weight = conv, nn.Parameter(drawn(C, W))
+
+    def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        y, *kept = self.conv(x, *states, self.weight, None)
+        return y.contiguous(), *kept
+
+
+def plain(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, ...]:
+    return (run(x, w, b, W - 1)[..., : x.shape[-1]],)
+
+
+def kept(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, ...]:
+    return *plain(x, w, b), x[..., -(W - 1) :].clone()
+
+
+def written(x: Tensor, state: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, ...]:
+    return (without_activation(x, state, w, b),)
+
+
+@pytest.mark.parametrize(("conv", "launches"), [(plain, "2 launches, the model's are 1"), (kept, "3 launches")])
+def test_more_launches_than_the_model_has_are_refused(conv: Callable[..., tuple[Tensor, ...]], launches: str) -> None:
+    found = compiled(Alone(conv), drawn(B, C, 9))
+    assert reason(found).startswith(f"the op and the copies around it are {launches}")
+
+
+def test_so_they_are_where_a_state_is_written() -> None:
+    found = compiled(Alone(written), drawn(B, C, 9), pooled())
+    assert found.report.ops[OP] == 1
+    (match,) = found.findings().of("causal_conv1d")
+    joined = {"claimed": tuple(node for node in match.claimed if "cat" not in str(node.target))}
+    assert refusal(found, "causal_conv1d", joined) == (
+        "the op and the copies around it are 3 launches, the model's are 2"
+    )

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # its usual name
 
-from helpers import compiled
+from helpers import compiled, refusal
 from npu_fuse import Target
 
 
@@ -246,3 +246,18 @@ def test_a_gate_that_is_used_elsewhere_keeps_its_matmul() -> None:
     found = compiled(used_raw, torch.randn(3, 16))
     assert not found.report.ops
     assert "used elsewhere too" in found.report.sites[0].reason
+
+
+def test_a_result_of_another_type_than_the_gate_is_refused() -> None:
+    found = compiled(lambda x: F.silu(x[..., :24]) * x[..., 24:], torch.randn(3, 48).half())
+    assert found.report.ops == {"npu::npu_swiglu": 1}
+    wide = {"params.dtype": torch.float32, "params.steps": frozenset()}
+    assert refusal(found, "glu", wide) == "its result is torch.float32 for a gate of torch.float16"
+
+
+def test_weights_with_gaps_are_not_packed() -> None:
+    model, x = Separate(), torch.randn(3, 16)
+    model.up.weight = nn.Parameter(torch.randn(16, 24).t())
+    found = compiled(model, x)
+    assert not found.report.ops
+    assert "a weight of its projections is not contiguous: strides (1, 24)" in found.report.sites[0].reason

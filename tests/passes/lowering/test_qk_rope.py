@@ -8,7 +8,7 @@ import pytest
 import torch
 from spellings import ROTATIONS
 
-from helpers import Compiled, compiled
+from helpers import Compiled, compiled, refusal
 
 Tensor = torch.Tensor
 MQA, MROPE = "sgl_kernel_npu::fused_rope_qk_mqa", "npu::npu_mrope"
@@ -334,3 +334,52 @@ def test_rows_are_as_wide_as_what_they_turn(times: int, rope_dim: int, heads: tu
     found, _ = check(by_position(repeated("half", times), rope_dim), q, k, cache, positions)
     assert (MROPE in found.report.ops) == (times == 2 and heads != (8, 1))
     assert (MQA in found.report.ops) == (heads == (8, 1))
+
+
+@pytest.fixture(scope="module")
+def sites() -> dict[str, Compiled]:
+    """A site of each op, in float32 and in bfloat16."""
+
+    def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return halves(q, cos, sin), halves(k, cos, sin)
+
+    q, k = torch.randn(B, H, S, D).bfloat16(), torch.randn(B, 1, S, D).bfloat16()
+    found = {
+        MROPE: check(by_position(halves, 64), *looked_up())[0],
+        MQA: check(function, q, k, *tables(torch.bfloat16))[0],
+    }
+    assert all(site(of).op == op for op, of in found.items())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"q.backward": True}, "it turns by the negative angle"),
+        ({"q.style": "deinterleave"}, "it takes pairs of neighbours apart"),
+        ({"q.dtype": torch.float16}, "its result is torch.float16 for an x of torch.float32"),
+        ({"q.steps": frozenset({torch.float64})}, "the model computes in torch.float64"),
+        *[
+            (changes, "npu_mrope: the rotated elements of q and k are not the first of heads of one length")
+            for changes in ({"q.rope_start": 8}, {"k.rope_start": 8}, {"k.head_dim": 128})
+        ],
+        ({"num_heads": None}, "npu_mrope: the number of heads is not static"),
+        ({"num_kv_heads": None}, "npu_mrope: the number of heads is not static"),
+    ],
+)
+def test_what_else_two_rotations_may_be(sites: dict[str, Compiled], changes: dict, reason: str) -> None:
+    given = {f"params.{path}": value for path, value in changes.items()}
+    assert reason in refusal(sites[MROPE], "qk_rope", given)
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "reason"),
+    [
+        (MQA, {"q.steps": frozenset({torch.float32})}, "the op computes in torch.bfloat16; the model rounds on the"),
+        (MROPE, {"lookup.dtype": torch.float16}, "the model rounds cos and sin to torch.float16; the op takes them as"),
+        (MROPE, {"q.compute_dtype": torch.float16}, "rounds once, at its end; the model rounds at each step"),
+    ],
+)
+def test_what_is_not_exact(sites: dict[str, Compiled], op: str, changes: dict, reason: str) -> None:
+    given = {f"params.{path}": value for path, value in changes.items()}
+    assert reason in refusal(sites[op], "qk_rope", given, numerics="exact")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from helpers import Compiled, compiled
+from helpers import Compiled, compiled, refusal
 from npu_fuse.runtime.target import Target
 
 Tensor = torch.Tensor
@@ -619,3 +619,88 @@ def test_heads_with_others_between_are_counted_and_refused(model: Spelled, start
     assert not any("split_qkv" in op for op in found.report.ops)
     assert found.report.count("qkv", style="fused") == 1
     assert f"heads of q start at columns {starts}, …, with others between" in qkv_site(found).reason
+
+
+# What else a pattern may tell -----------------------------------------------------------------------------------------
+
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+
+
+class PerHead(Olmo2):
+    """A norm of each head; tables of their own for each sequence."""
+
+    def normed(self, index: int) -> int:
+        return D
+
+    def norm(self, x: Tensor, w: Tensor) -> Tensor:
+        return llama_norm(self.heads(x), w).flatten(-2)
+
+    def tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(torch.stack([table, table + 0.5])[:, None] for table in super().tables(x))
+
+
+@pytest.fixture(scope="module")
+def sites() -> dict[str, Compiled]:
+    """A site of each op whose columns lie in one projection; "separate" is one in three."""
+    torch.manual_seed(0)
+    found = {
+        PLAIN: compiled(PerHead(BF16, fused=True), hidden(BF16)),
+        GATED: compiled(Qwen3Next(BF16, fused=True), hidden(BF16)),
+        LOOKED_UP: compiled(VLlm(Lookup(), fused=True), hidden(BF16, 7), torch.randint(MOST, (7,))),
+    }
+    assert all(qkv_site(of).op == op for op, of in found.items())
+    return found | {"separate": compiled(PerHead(BF16), hidden(BF16))}
+
+
+OTHERWISE: list[tuple[str, dict[str, object], str]] = [
+    (PLAIN, {"rope.backward": True}, "it turns by the negative angle"),
+    (PLAIN, {"rope.style": "deinterleave"}, "it takes pairs of neighbours apart"),
+    (PLAIN, {"rope.rope_start": 2}, "its first 2 elements pass and the next are rotated"),
+    (PLAIN, {"rope.dtype": FP32}, "q and k are torch.float32 after the rotation, the projection is torch.bfloat16"),
+    (PLAIN, {"rope.steps": frozenset({FP64})}, "the model computes in torch.float64"),
+    (PLAIN, {"q.norm": None}, "only k is normed"),
+    (PLAIN, {"k.norm": None}, "only q is normed"),
+    (PLAIN, {"q.norm.groups": 2}, "its norm has a bias, a gate, groups or a scale before it"),
+    (PLAIN, {"k.norm.bias": True}, "its norm has a bias, a gate, groups or a scale before it"),
+    (PLAIN, {"ranks": ("0", 2)}, "the norm of q is over 16 of its 64 columns on a rank"),
+    (GATED, {"ranks": ("0", 2)}, "it has gates, and its norm is over several ranks"),
+    (PLAIN, {"k.norm.hidden_size": 8}, "the norm of k is over 8 elements; ops norm per head of 16"),
+    (PLAIN, {"k.norm.eps": 0.5}, "the norms of q and k have different eps: 1e-06 and 0.5"),
+    (PLAIN, {"k.norm.offset": 1.0}, "the norms of q and k are of different kinds"),
+    (PLAIN, {"k.norm.weight": False}, "the norms of q and k are of different kinds"),
+    ("separate", {"q.layout.starts": (16, 32, 48, 64)}, "q is 64 of the 64 columns of its projection"),
+    (GATED, {"rope.style": "interleave"}, "it rotates pairs of neighbours; the op rotates halves"),
+    (PLAIN, {"rope.style": "interleave", "shares_columns": False}, "cos and sin have a column for each element"),
+    (PLAIN, {"k.layout.roles": (1, "head", 0, "dim")}, "sin is broadcast otherwise against q than against k"),
+    (
+        PLAIN,
+        {"q.layout.roles": (1, "head", 0, "dim"), "k.layout.roles": (1, "head", 0, "dim")},
+        "the axes of cos and sin are ordered otherwise than those of x",
+    ),
+    (PLAIN, {"q.layout.roles": (0, 1, "head", "dim")}, "sin differs from head to head"),
+]
+
+
+@pytest.mark.parametrize(("op", "changes", "reason"), OTHERWISE)
+def test_what_else_a_prologue_may_be(sites: dict[str, Compiled], op: str, changes: dict, reason: str) -> None:
+    assert reason in refusal(sites[op], "qkv", {f"params.{path}": value for path, value in changes.items()})
+
+
+def test_what_is_no_projection_any_more_is_not_packed(sites: dict[str, Compiled]) -> None:
+    found = sites["separate"]
+    x = next(n for n in found.before.graph.find_nodes(op="placeholder") if n.meta["val"].dim() == 3)
+    assert refusal(found, "qkv", {"inputs.k": x}) == "its projections have been taken by another fusion"
+
+
+@pytest.mark.parametrize("op", [PLAIN, GATED, LOOKED_UP])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"q.norm.statistics_dtype": BF16}, "the model takes its statistics in torch.bfloat16, the op in float32"),
+        ({"rope.compute_dtype": BF16}, "the model rounds "),
+    ],
+)
+def test_what_is_not_exact(sites: dict[str, Compiled], op: str, changes: dict, reason: str) -> None:
+    given = {f"params.{path}": value for path, value in changes.items()}
+    assert reason in refusal(sites[op], "qkv", given, numerics="exact")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers import compiled
+from helpers import compiled, refusal
 
 Tensor = torch.Tensor
 
@@ -174,3 +174,30 @@ def test_both_ops_say_why_not() -> None:
     (site,) = [site for site in found.report.sites if site.kind == "rope"]
     assert site.reason.startswith("npu_interleave_rope: cos is float32 (the kernel takes float16, bfloat16); npu_rota")
     assert "N is 1000" in site.reason
+
+
+def apart(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return half(x.unflatten(-1, (-1, 2)).transpose(-1, -2).reshape(x.shape), cos, sin)
+
+
+@pytest.mark.parametrize(
+    ("shape", "of_table", "reason"),
+    [
+        ((2, 3, 5, 7, 64), (5, 7), "axis 1 of 5 counts heads; the op wants batch, heads, tokens, or tokens, heads"),
+        ((2, 3, 5, 7, 64), (2, 3, 5, 7), "cos and sin differ along all axes of x; the op wants them alike for all heads"),
+    ],
+)
+def test_heads_of_pairs_that_are_taken_apart(shape, of_table, reason) -> None:
+    x, angles = torch.randn(shape), torch.rand(*of_table, 32)
+    cos, sin = (torch.cat((half, half), -1) for half in (angles.cos(), angles.sin()))
+    found = compiled(apart, x, cos, sin)
+    assert reason in found.report.sites[0].reason
+    assert torch.equal(found.output, apart(x, cos, sin))
+
+
+def test_a_backward_rotation_is_refused() -> None:
+    cos, sin = (t[None, None] for t in tables(5, 16))
+    found = compiled(half, torch.randn(2, 3, 5, 16), cos, sin)
+    assert "it turns by the negative angle" in refusal(found, "rope", {"params.backward": True})
+    steps = {"params.steps": frozenset({torch.float64})}
+    assert "the model computes in torch.float64" in refusal(found, "rope", steps)
