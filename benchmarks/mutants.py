@@ -201,7 +201,7 @@ class Mutants:
     """A plug-in of pytest that runs, in place of all tests, those that reach a check without it, check after check.
 
     Each check has a process of its own, forked when all tests are collected and a test of each file has run: what that
-    imports and registers takes longer than most tests. A test that fails in such a process with all checks tells nothing.
+    imports and registers takes longer than most tests. A test that fails there with all checks, too, tells nothing.
     """
 
     def __init__(self, pending: Mapping[int, list[list[str]]], jobs: int, tell: Callable[[int, str], None]) -> None:
@@ -226,6 +226,8 @@ class Mutants:
                 process, reading = self.fork(number, self.items(session, self.pending[number]))
                 running[process] = number, reading
             process, status = os.wait()
+            if process not in running:
+                continue  # a test had begun it
             number, reading = running.pop(process)
             killer = first_failure(reading, status)
             if killer and killer not in self.sound:
@@ -284,7 +286,9 @@ def first_failure(reading: int, status: int) -> str:
         return file.read() or (f"a process that ends with status {status}" if status else "")
 
 
-def leave_out(folder: Path, pending: Mapping[int, list[list[str]]], jobs: int, tell: Callable[[int, str], None]) -> None:
+def leave_out(
+    folder: Path, pending: Mapping[int, list[list[str]]], jobs: int, tell: Callable[[int, str], None]
+) -> None:
     """Look for a test that fails without each check, and tell its name, or "" where there is none."""
     os.chdir(folder / "npu_fuse")
     os.environ |= environment(folder)
