@@ -127,13 +127,16 @@ def repeats(match: Match, values: dict[fx.Node, Any]) -> bool:
     return same(spelling(**{name: values[match.inputs[name]] for name in spelling.inputs}), values[match.node])
 
 
-def refusal(found: Compiled, kind: str, changes: Mapping[str, Any] | None = None, **settings: Any) -> str:
+def refusal(
+    found: Compiled, kind: str, changes: Mapping[str, Any] | None = None, target: Target | None = None, **settings: Any
+) -> str:
     """Why no op stands for the first site of a kind, were that another in what `changes` names.
 
     Args:
         found: a compiled call.
         kind: of the site.
         changes: by path, such as "params.norm.groups"; a part of a mapping is named as an attribute is.
+        target: the machine.
         settings: of the rewriter.
     """
     match = found.findings().of(kind)[0]
@@ -142,7 +145,7 @@ def refusal(found: Compiled, kind: str, changes: Mapping[str, Any] | None = None
     before = str(found.before.graph)
     given = zip(found.before.graph.find_nodes(op="placeholder"), found.inputs, strict=True)
     parameters = {node: value for node, value in given if isinstance(value, torch.nn.Parameter)}
-    rewriter = Rewriter(found.before, Target(), parameters, pack_weights=True, **settings)
+    rewriter = Rewriter(found.before, target or Target(), parameters, pack_weights=True, **settings)
     with pytest.raises(Refused) as refused, rewriter.edit(match.node, match.claimed) as edit:
         LOWERINGS[kind](match, edit)
     assert str(found.before.graph) == before

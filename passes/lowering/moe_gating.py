@@ -25,7 +25,6 @@ def lower(match: Match, edit: Edit) -> OpContract:
     contract = CONTRACTS["npu::npu_moe_gating_top_k_softmax"]
     if p.renormalised:
         raise Refused("its weights are divided by their sum, which the gating ops do behind a sigmoid only")
-    refuse_other_precision(p.dtype)
     _refuse_shared_scores(match)
     _note_order(p.is_sorted, edit)
     gating = edit.op(contract, x=widened(edit.current(match.inputs["x"]), p.dtype, edit), k=p.k)

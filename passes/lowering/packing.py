@@ -28,7 +28,7 @@ def packed_projection(parts: Sequence[Linear], edit: Edit) -> fx.Node:
     """One projection whose columns are those of `parts` in order.
 
     Raises:
-        Refused: the weights are no parameters, differ in type, or only some have a bias.
+        Refused: the weights are no parameters, or only some have a bias.
     """
     if not edit.rewriter.pack_weights:
         raise Refused("its projections are separate and Options.pack_weights is off")
@@ -59,8 +59,6 @@ def _packed(weights: Sequence[fx.Node], edit: Edit) -> fx.Node:
         assert value is not None
         if not is_contiguous(value):
             raise Refused(f"a weight of its projections is not contiguous: strides {tuple(value.stride())}")
-    if len({values.dtype(weight) for weight in weights}) > 1:
-        raise Refused("the weights of its projections have different types")
     _claim(weights, pack, "its projections", edit)
     return edit.call(pack, list(weights), shaped_as=torch.cat)
 

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from helpers import Compiled, compiled, same
+from helpers import Compiled, compiled, refusal, same
 from npu_fuse.passes.report import Site
+from npu_fuse.patterns.masks.integers import Linear
 from npu_fuse.runtime.target import Target
 
 Tensor = torch.Tensor
@@ -1115,3 +1116,33 @@ def test_whatever_becomes_a_fused_op_has_the_numbers_of_float64():
 
     check_one()
     assert sum(lowered) > len(lowered) / 2
+
+
+@pytest.fixture(scope="module")
+def by_flag() -> Compiled:
+    return check(lambda q, k, v: sdpa(q, k, v, is_causal=True), *qkv())
+
+
+def test_what_else_a_flag_may_hide(by_flag: Compiled) -> None:
+    """A mode or a mask of a band says what a flag does; what is more than that has no tensor to be given."""
+    (match,) = by_flag.findings().of("attention")
+    visible = "params.mask.visibility"
+    for changes in (
+        {visible: None},
+        {f"{visible}.chunk": 4},
+        {f"{visible}.segments": match.inputs["query"]},
+        {f"{visible}.padding": match.inputs["query"]},
+    ):
+        assert "the op takes what it hides only as a mask, and the model has none" in refusal(
+            by_flag, "attention", changes
+        )
+    unknown = {f"{visible}.band.upper": Linear(0, (("a number that is read", 1),))}
+    assert "only as a mask, and the model has none for" in refusal(by_flag, "attention", unknown)
+
+
+def test_a_result_that_is_not_rounded_to_the_type_of_q_is_refused() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q.float() @ k.float().mT) * SCALE).softmax(-1) @ v.float()
+
+    found = compiled(model, *qkv())
+    assert "its result is torch.float32, and q is torch.bfloat16" in sites(found)[0].reason

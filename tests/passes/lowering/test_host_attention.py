@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from helpers import compiled
+from helpers import compiled, refusal
 from npu_fuse import Target
 from npu_fuse.passes.launches import count_launches
 
@@ -120,3 +120,50 @@ def test_no_npu_op_is_used_on_a_host() -> None:
     assert not found.report.ops
     (site,) = [site for site in found.report.sites if site.kind == "rms_norm"]
     assert "host" in site.reason
+
+
+@pytest.fixture(scope="module")
+def sites() -> dict:
+    """A site whose keys are seen by a mask that is given, and one to whose scores a bias is added."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return sdpa(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), attn_mask=mask), other + 1
+
+    other = torch.randn(2, 1, 6, 6, dtype=torch.float16)
+    seen, bias = torch.rand(2, 1, 6, 6) > 0.4, torch.randn(2, 1, 6, 6)
+    found = {
+        name: compiled(model, *heads(kv_heads=2), mask, other, target=HOST)
+        for name, mask in (("mask", seen), ("bias", bias))
+    }
+    assert all(of.report.ops for of in found.values())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("mask", {"params.merged": True}, "its batch and heads are one axis, or its keys lie transposed"),
+        ("mask", {"params.key_transposed": True}, "its batch and heads are one axis, or its keys lie transposed"),
+        ("bias", {"params.is_written_out": True}, "numbers are added to its scores, and a row of -inf gives NaN"),
+        ("mask", {"params.blank_rows": "NaN"}, "a query that sees no key gets NaN, of torch's attention zeros"),
+        ("mask", {"params.mask.lowest": True}, "a query that sees no key gets the mean of all values"),
+        ("mask", {"params.steps": frozenset({torch.float64})}, "the model computes in torch.float64"),
+    ],
+)
+def test_what_else_a_site_may_be(sites: dict, name: str, changes: dict, reason: str) -> None:
+    assert reason in refusal(sites[name], "attention", changes, HOST)
+
+
+def test_what_else_may_be_added_or_hidden(sites: dict) -> None:
+    (match,) = sites["bias"].findings().of("attention")
+    both = {"inputs.mask": match.inputs["bias"]}
+    assert "numbers are added to its scores, and a row of -inf" in refusal(sites["bias"], "attention", both, HOST)
+    half = next(n for n in sites["mask"].before.graph.nodes if n.meta["val"].dtype == torch.float16)
+    narrow = {"inputs.mask": half, "params.mask.only_hides": False}
+    assert refusal(sites["mask"], "attention", narrow, HOST).startswith("its mask is torch.float16, and ")
+
+
+def test_heads_that_are_a_batch_stay() -> None:
+    q, k, v = (x.flatten(0, 1) for x in heads())
+    found = compiled(lambda q, k, v: sdpa(q, k, v, is_causal=True), q, k, v, target=HOST)
+    assert found.report.sites[0].reason == "its batch and heads are one axis, or its keys lie transposed"

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 
-from helpers import Compiled, compiled, repeats
+from helpers import Compiled, compiled, refusal, repeats
 from npu_fuse import Target
 from npu_fuse.runtime.effects import register_side_effects
 
@@ -398,3 +399,23 @@ def test_a_layer_writes_and_reads_its_cache_in_two_launches() -> None:
     assert targets.index("npu.npu_scatter_pa_kv_cache.default") < targets.index(
         "npu.npu_fused_infer_attention_score.default"
     )
+
+
+@pytest.fixture(scope="module")
+def paged() -> Compiled:
+    found = check(viewed, *inputs())
+    assert is_paged(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attention.traits": ("a soft cap", "sinks")}, "it has a soft cap and sinks, which the fused op doesn't take"),
+        ({"attention.steps": frozenset({torch.float64})}, "the model computes in torch.float64"),
+        ({"tokens": ShapeEnv().create_unbacked_symint()}, "tokens, which no size or number of the graph's inputs is"),
+    ],
+)
+def test_what_else_a_site_may_be(paged: Compiled, changes: dict, reason: str) -> None:
+    given = {f"params.{path}": value for path, value in changes.items()}
+    assert reason in refusal(paged, "paged_attention", given)

@@ -184,7 +184,7 @@ def apart(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     ("shape", "of_table", "reason"),
     [
         ((2, 3, 5, 7, 64), (5, 7), "axis 1 of 5 counts heads; the op wants batch, heads, tokens, or tokens, heads"),
-        ((2, 3, 5, 7, 64), (2, 3, 5, 7), "cos and sin differ along all axes of x; the op wants them alike for all heads"),
+        ((2, 3, 5, 7, 64), (2, 3, 5, 7), "cos and sin differ along all axes of x; the op wants them alike for all"),
     ],
 )
 def test_heads_of_pairs_that_are_taken_apart(shape, of_table, reason) -> None:
