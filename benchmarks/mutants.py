@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -21,7 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ TESTS = ("tests/passes", "tests/patterns", "tests/runtime/ops", "tests/runtime/t
 _SWITCHES = Path(__file__).with_name("switches.py")
 _LEFT_OUT = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
 _NONE = -1
-_MOST_TESTS = 40
+_MOST_TESTS = 20
 _MOST_SECONDS = 300
 
 
@@ -130,7 +131,7 @@ def copy_to(folder: Path) -> list[Check]:
 # Which tests reach a check -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Runs:
     """What the run with all checks told.
 
@@ -141,6 +142,11 @@ class Runs:
 
     of_check: Mapping[str, frozenset[str]]
     seconds: Mapping[str, float]
+
+    @functools.cached_property
+    def checks_of(self) -> Counter[str]:
+        """How many checks refused in each test."""
+        return Counter(test for tests in self.of_check.values() for test in tests)
 
     @classmethod
     def read(cls, reached: Path) -> Runs:
@@ -154,8 +160,11 @@ class Runs:
         return cls({key: frozenset(tests) for key, tests in of_check.items()}, seconds)
 
     def tests(self, key: str) -> list[list[str]]:
-        """What to run: the fastest tests that reach a check, and then their whole files, which may share results."""
-        found = sorted(self.of_check[key] & self.seconds.keys(), key=lambda test: self.seconds[test])
+        """What to run: tests that reach a check, those first that reach few others, or else are fast.
+
+        Behind them their whole files, as what one test has compiled another may look at.
+        """
+        found = sorted(self.of_check[key] & self.seconds.keys(), key=lambda t: (self.checks_of[t], self.seconds[t]))
         files = sorted({test.partition("::")[0] for test in found})
         return [part for part in (found[:_MOST_TESTS], files) if part]
 
