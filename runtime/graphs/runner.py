@@ -104,8 +104,8 @@ class GraphRunner:
                                           "device": device, "max_graphs": max_graphs, "warm_ups": warm_ups,
                                           "check_padding": check_padding, "debug_poison": debug_poison}  # fmt: skip
         self._function = function
-        self._signature = Signature(function, inputs or {})
         self._shapes = Shapes(inputs or {})
+        self._signature = Signature(function, self._shapes.specs)
         self._buckets = Buckets(buckets, self._shapes.axes)
         self._mode: OutputMode = outputs
         self._given_backend, self._given_device = backend, device

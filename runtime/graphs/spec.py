@@ -97,9 +97,18 @@ _PLAIN = InputSpec()
 
 
 class Shapes:
-    """Reads the sizes of the axes off a call's arguments, and says what shape an argument has at other sizes."""
+    """Reads the sizes of the axes off a call's arguments, and says what shape an argument has at other sizes.
+
+    Raises:
+        ValueError: the specs are no dict of them.
+    """
 
     def __init__(self, specs: Mapping[str, InputSpec]) -> None:
+        if not isinstance(specs, Mapping):
+            raise ValueError(f"GraphRunner.inputs: give a dict of an InputSpec for each name, not {specs!r}")
+        for name, spec in specs.items():
+            if not isinstance(spec, InputSpec):
+                raise ValueError(f"GraphRunner.inputs: {name!r} is to be an InputSpec, not {spec!r}")
         self.specs = dict(specs)
         self._dims = {name: spec.dims for name, spec in specs.items()}
         self.axes = tuple(dict.fromkeys(axis.name for dims in self._dims.values() for axis in dims if axis is not None))

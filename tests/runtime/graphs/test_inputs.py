@@ -132,6 +132,19 @@ def test_specs_that_contradict_themselves(settings, reason):
         GraphRunner(lambda x: x, inputs={"x": InputSpec(**settings)})
 
 
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        ({"x": "n"}, "GraphRunner.inputs: 'x' is to be an InputSpec, not 'n'"),
+        (["x"], r"GraphRunner.inputs: give a dict of an InputSpec for each name, not \['x'\]"),
+        ({"y": InputSpec("n")}, "GraphRunner.inputs: 'y' is no parameter; known: x"),
+    ],
+)
+def test_inputs_are_specs_by_name(inputs, reason):
+    with pytest.raises(ValueError, match=reason):
+        GraphRunner(lambda x: x, inputs=inputs)
+
+
 # Lists on the host
 
 WIDTH = 128
