@@ -45,7 +45,7 @@ class Refused(Exception):  # noqa: N818  # a refusal is no error
     @property
     def is_lacking(self) -> bool:
         """Whether it is the machine that has no op for any such site."""
-        return bool(self.args) and isinstance(self.args[0], Lacking)
+        return isinstance(self.args[0], Lacking)
 
 
 class Edit:
@@ -382,14 +382,12 @@ class Edit:
         pending = [user for user in old.users if user < new and user not in own]
         while pending:
             node = pending.pop()
-            if node in movers:
-                continue
             if node in own:
                 raise Refused("an input of the fused op depends on its result")
             if not is_pure(node):
                 raise Refused(f"{node.target}, which has side effects, uses its result before that could be computed")
             movers.add(node)
-            pending.extend(user for user in node.users if user < new or user in own)
+            pending.extend(user for user in node.users if user not in movers and (user < new or user in own))
         last = new
         for node in sorted(movers):
             last.append(node)

@@ -18,7 +18,7 @@ from torch._ops import HigherOrderOperator
 
 from ..patterns.functional import draws_numbers
 from ..runtime.collectives import is_collective, is_functional_collective
-from ..runtime.effects import declared_writes, effect_of
+from ..runtime.effects import declared_writes
 from ..runtime.ops import CONTRACTS
 from ..runtime.weights import IN_MEMORY
 
@@ -47,15 +47,12 @@ def is_pure(node: fx.Node) -> bool:
     if node.op == "get_attr" or node.target in IN_MEMORY or node.target in SETTLED:
         return True
     if node.op == "call_method":
-        return not node.kwargs.get("out") and _is_pure_op(str(node.target))
-    draws = draws_numbers(node)
-    if node.op != "call_function" or node.is_impure(impure_random=draws) or effect_of(node.target) is not None:
+        return _is_pure_op(str(node.target))
+    # torch knows what a schema writes, which ops draw numbers, and what is registered.
+    if node.op != "call_function" or node.is_impure(impure_random=draws_numbers(node)) or communicates(node):
         return False
-    if communicates(node):
-        return False
-    if hasattr(node.target, "_schema"):
-        return not declared_writes(node.target) and not draws
-    return isinstance(node.target, HigherOrderOperator) or _is_pure_function(node)
+    known = hasattr(node.target, "_schema") or isinstance(node.target, HigherOrderOperator)
+    return known or _is_pure_function(node)
 
 
 def _is_pure_function(node: fx.Node) -> bool:

@@ -257,11 +257,9 @@ class _InPlace:
 
     def _is_done(self, node: fx.Node, places: Mapping[fx.Node, torch.Tensor]) -> bool:
         """Whether a scatter or an epilogue puts a value where it lies, or will lie by `places`."""
-        if node.target not in PUTS and node not in self.epilogues.values():
-            return False
         base, part = node.args[:2]
-        if not isinstance(base, fx.Node) or not isinstance(part, fx.Node):
-            return False
+        assert isinstance(base, fx.Node)
+        assert isinstance(part, fx.Node)
         whole = self._place(base, places)
         target = view_of(node, whole, self.rewriter) if node.target in PUTS else whole
         return same_place(target, self._place(part, places))

@@ -14,6 +14,7 @@ from npu_fuse.passes.cleanup import cleanup
 from npu_fuse.passes.effects import is_pure, regions
 from npu_fuse.patterns.canonical import Canonicaliser
 from npu_fuse.patterns.term import TermPool
+from npu_fuse.runtime.weights import pack
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -58,6 +59,8 @@ PURE = {
     "inplace=False": call(F.silu, Tensor, inplace=False),
     "a method": call("mul", 2),
     "a method that gives a view": call("view", 3),
+    "a packed parameter": call(pack, Tensor),
+    "what an export asserts": call(aten._assert_tensor_metadata.default, Tensor),
 }
 IMPURE = {
     "aten in place": call(aten.add_.Tensor, Tensor, 1),

@@ -5,11 +5,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from helpers import Compiled, compiled
 from npu_fuse.passes.cleanup import cleanup
 from npu_fuse.passes.edit import Edit, Refused
-from npu_fuse.passes.in_place import overlaps_itself, put_back
+from npu_fuse.passes.in_place import _lie_apart, _may_lie, overlaps_itself, put_back, same_place
 from npu_fuse.passes.rewriter import Rewriter
 from npu_fuse.runtime.ops import CONTRACTS
 from npu_fuse.runtime.ops.register import register
@@ -676,3 +680,87 @@ def test_random_programs_are_as_in_eager(seed: int) -> None:
 )
 def test_elements_that_share_memory(size: tuple[int, ...], stride: tuple[int, ...], overlaps: bool) -> None:
     assert overlaps_itself(torch.empty(64).as_strided(size, stride)) is overlaps
+
+
+def test_strides_that_are_not_known_may_overlap() -> None:
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env):
+        strides = [shape_env.create_unbacked_symint() for _ in range(2)]
+        assert overlaps_itself(torch.empty(9).as_strided((2, 2), strides))
+
+
+LINE = torch.arange(24.0)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (LINE.view(4, 6), LINE.view(4, 6), True),
+        (LINE.view(4, 6), LINE.clone().view(4, 6), False),
+        (LINE.view(4, 6), LINE.view(torch.int32).view(4, 6), False),
+        (LINE.view(4, 6), LINE.view(4, 6)[:2], False),
+        (LINE[:12].view(2, 6), LINE[12:].view(2, 6), False),
+        (LINE.view(4, 6)[:2, :2], LINE[:4].view(2, 2), False),
+    ],
+)
+def test_one_place_is_the_same_elements_in_one_order(a: Tensor, b: Tensor, same: bool) -> None:
+    assert same_place(a, b) is same
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "apart"),
+    [
+        (LINE, LINE.clone(), True),
+        (LINE[:12], LINE[12:], True),
+        (LINE[:12], LINE[11:], False),
+        (LINE[:20:10], LINE[5:12], False),
+        (LINE[4:8], LINE.view(torch.float64)[2:4], False),
+    ],
+)
+def test_parts_that_share_no_element_are_told(a: Tensor, b: Tensor, apart: bool) -> None:
+    assert _lie_apart(a, b) is _lie_apart(b, a) is apart
+
+
+@pytest.mark.parametrize(
+    ("new", "is_seen", "may"),
+    [
+        (torch.empty(4, 6), True, True),
+        (torch.empty(6, 4).t(), True, False),
+        (torch.empty(6, 4).t(), False, True),
+        (torch.empty(4, 6).half(), False, False),
+        (torch.empty(4, 6, device="meta"), False, False),
+        (torch.empty(2, 6), False, False),
+    ],
+)
+def test_a_value_may_lie_in_a_buffer_of_its_kind(new: Tensor, is_seen: bool, may: bool) -> None:
+    graph = fx.Graph()
+    base, result = graph.placeholder("base"), graph.placeholder("result")
+    base.meta["val"], result.meta["val"] = torch.empty(4, 6), new
+    graph.call_function(aten.copy_.default, (base, result))
+    if is_seen:
+        graph.output(result)
+    assert _may_lie(result, base) is may
+
+
+def by_hand(model: Callable[..., object]) -> fx.GraphModule:
+    """A graph that is written as AOTAutograd's is, but for what `model` writes where AOTAutograd would not."""
+    return make_fx(model, tracing_mode="fake")(CACHE, AT, ROW)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        # A copy of the buffer is written behind the buffer's last value.
+        lambda cache, at, row: cache.copy_(torch.index_copy(cache, 0, at, row)).index_copy(0, at, row * 2),
+        # The buffer is written before it gets the new value.
+        lambda cache, at, row: cache.copy_((torch.index_copy(cache, 0, at, row), cache.mul_(2))[0]).sin(),
+    ],
+)
+def test_what_is_written_besides_keeps_its_order(model: Callable[..., Tensor]) -> None:
+    module = by_hand(model)
+    own, expected = CACHE.clone(), CACHE.clone()
+    wanted = model(expected, AT, ROW)
+    put_back(Rewriter(module, Target(), {}, pack_weights=True))
+    module.recompile()
+    assert torch.equal(module(own, AT, ROW), wanted)
+    assert torch.equal(own, expected)

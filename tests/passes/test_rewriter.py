@@ -5,6 +5,7 @@ import operator
 import pytest
 import torch
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from npu_fuse.passes.edit import Edit, Refused
 from npu_fuse.passes.layout import inverse, physical_order
@@ -203,3 +204,80 @@ def test_source_and_module_are_carried_over() -> None:
     assert "nn_module_stack" in call.meta
     assert "stack_trace" in call.meta
     assert site.source is not None
+
+
+def test_gaps_that_the_caller_sees_are_refused_even_where_any_layout_will_do() -> None:
+    module = graph_of(lambda x: aten.as_strided.default(x, [2, 2], [4, 1]), torch.randn(8))
+    strided = node(module, aten.as_strided.default)
+    edits = rewriter(module)
+    with pytest.raises(Refused, match="can't be kept"), edits.edit(strided, [strided]) as edit:  # noqa: PT012
+        kept = edit.view(edit.call(aten.slice.Tensor, strided.args[0], 0, 0, 4), [2, 2])
+        edit.replace(strided, kept, any_layout=True)
+
+
+def _opaque(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous()
+
+
+@pytest.mark.parametrize("is_opaque", [False, True])
+@pytest.mark.parametrize("readers", [2, 70])
+def test_a_layout_is_followed_through_a_few_ops_of_torch(readers: int, is_opaque: bool) -> None:
+    module = graph_of(lambda x: x.t().sin().cos(), torch.randn(3, 4))
+    sin, cos = node(module, aten.sin.default), node(module, aten.cos.default)
+    value = cos.meta["val"]
+    with module.graph.inserting_after(cos):
+        last = cos
+        for _ in range(readers):
+            last.append(following := module.graph.call_function(aten.neg.default, (last,)))
+            following.meta["val"], last = value, following
+        read = module.graph.call_function(_opaque if is_opaque else aten.clone.default, (last,))
+        read.kwargs = {} if is_opaque else {"memory_format": torch.contiguous_format}
+        last.append(read)
+        read.meta["val"] = value.contiguous()
+    module.graph.output_node().args = (read,)
+    edits = rewriter(module)
+    with edits.edit(sin, [sin]) as edit:
+        edit.replace(sin, edit.contiguous(edit.call(aten.sin.default, sin.args[0])), any_layout=True)
+    module.recompile()
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(module(x), x.t().sin().cos())
+    follows = readers == 2 and not is_opaque
+    assert cos.meta["val"].stride() == ((3, 1) if follows else (1, 4))
+    assert ("permute" in str(module.graph)) is not follows
+
+
+def test_a_collective_whose_result_is_used_elsewhere_is_not_taken_out() -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a = x.sin()
+        return a.cos(), a
+
+    module = graph_of(model, torch.randn(3))
+    sin, cos = node(module, aten.sin.default), node(module, aten.cos.default)
+    with pytest.raises(Refused, match="gives is used elsewhere too"), rewriter(module).edit(cos, [sin, cos]) as edit:
+        edit.absorb([sin, cos])
+
+
+def test_an_effect_that_reads_a_result_before_it_could_be_computed_is_no_mover() -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        a = x.sin()
+        y.copy_(a)
+        return a + y.cos()
+
+    module = graph_of(model, torch.randn(3), torch.randn(3))
+    sin, cos = node(module, aten.sin.default), node(module, aten.cos.default)
+    edits = rewriter(module)
+    with pytest.raises(Refused, match=r"copy_.*side effects, uses its result"), edits.edit(sin, [sin]) as edit:
+        edit.replace(sin, edit.call(aten.exp.default, cos))
+
+
+def test_of_a_shape_one_size_may_be_unknown() -> None:
+    module = graph_of(lambda x: x.sin(), torch.randn(3, 4))
+    sin = node(module, aten.sin.default)
+    edits = rewriter(module)
+    edit = Edit(edits, sin, [sin])
+    sizes = [ShapeEnv().create_unbacked_symint() for _ in range(2)]
+    sin.meta["val"] = torch.empty(3, sizes[0], device="meta")
+    assert edit.known_sizes(sin) == [3, -1]
+    sin.meta["val"] = torch.empty(sizes, device="meta")
+    with pytest.raises(Refused, match="more than one size can't be told beforehand"):
+        edit.known_sizes(sin)
