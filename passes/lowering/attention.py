@@ -172,16 +172,16 @@ def _lies_in(node: fx.Node, order: tuple[int, ...]) -> bool:
 
 def _wants_tokens_first(node: fx.Node) -> bool:
     """Whether the model's result lies with tokens before heads, or is only used after it is brought so."""
-    return len(values.shape(node)) == 4 and (_lies_in(node, _SWAPPED) or bool(_copies_of_swapped(node)))
+    return len(values.shape(node)) == 4 and (_lies_in(node, _SWAPPED) or bool(_copies_in(node, _SWAPPED)))
 
 
-def _copies_of_swapped(node: fx.Node) -> list[fx.Node]:
-    """The contiguous copies of a node with heads and tokens swapped, where it has no other user."""
+def _copies_in(node: fx.Node, order: tuple[int, ...]) -> list[fx.Node]:
+    """The contiguous copies of a node with its axes in an order, where it has no other user."""
     found = []
     for user in node.users:
         if user.target in ROW_MAJOR_VIEWS and values.same_shape(values.shape(user), values.shape(node)):
-            copies = _copies_of_swapped(user)
-        elif permutation(user) == _SWAPPED and all(map(_is_contiguous_copy, user.users)):
+            copies = _copies_in(user, order)
+        elif permutation(user) == order and all(map(_is_contiguous_copy, user.users)):
             copies = list(user.users)
         else:
             copies = []
@@ -209,8 +209,8 @@ def _replace(old: fx.Node, result: fx.Node, order: tuple[int, ...], edit: Edit) 
         rows, head_dim = (edit.rewriter.size(shape[axis], heads_second, axis + 1) for axis in (1, 2))
         edit.replace(old, edit.view(heads_second, [-1, rows, head_dim]))
         return
-    copies = _copies_of_swapped(old)
-    if order == _SWAPPED and copies:
+    copies = _copies_in(old, order) if order != _LAYOUTS["BNSD"] else []
+    if copies:
         for copy, own in zip(copies, _each_its_own(result, len(copies), edit), strict=True):
             edit.replace(copy, own)
         return
