@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from torch.nn import functional as F  # noqa: N812  # its usual name
 
 from helpers import Compiled, compiled
 from npu_fuse import Backend, Options, Site, Target
+from npu_fuse.passes.bidirectional import without_causal_part
+from npu_fuse.passes.edit import Edit, Refused
+from npu_fuse.passes.rewriter import Rewriter
 
 Tensor = torch.Tensor
 HEADS, KV_HEADS, TOKENS, HEAD_DIM = 4, 2, 6, 16
@@ -551,3 +555,86 @@ def test_a_layer_that_shares_its_keys_heads() -> None:
             return F.scaled_dot_product_attention(x, k, v, mask)
 
     check(declared(Model(causal, Grouped)), tokens(torch.float16), torch.ones(TOKENS, TOKENS, dtype=torch.bool))
+
+
+# Queries that stand elsewhere -----------------------------------------------------------------------------------------
+
+
+class Behind(nn.Module):
+    """Queries over more keys than there are of them, behind `past` tokens."""
+
+    attn_type = "encoder_only"
+
+    def __init__(self, mask: Callable[[Tensor, Tensor, Tensor | int], Tensor] | None) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, q: Tensor, x: Tensor, past: Tensor | int = 0) -> Tensor:
+        if self.mask is None:
+            return F.scaled_dot_product_attention(q, x, x.cos(), is_causal=True)
+        i, j = torch.arange(q.shape[2])[:, None], torch.arange(x.shape[2])
+        return F.scaled_dot_product_attention(q, x, x.cos(), self.mask(i, j, past))
+
+
+@pytest.mark.parametrize(
+    ("mask", "keys"),
+    [
+        (None, 7),  # a flag says nothing but causal
+        (lambda i, j, past: j <= i, 4),  # the keys behind the last query were seen by none
+        (lambda i, j, past: j <= i + 4, 7),  # the last query sees a key behind its own place
+        (lambda i, j, past: j <= i + 1, 5),
+    ],
+)
+def test_what_the_last_query_sees_all_see(mask: Callable[..., Tensor] | None, keys: int) -> None:
+    layer, q, x = Behind(mask), tokens(length=4), tokens(length=7)
+    found = compiled(layer, q, x)
+    (site,) = sites(found)
+    assert site.status == "lowered"
+    torch.testing.assert_close(found.output, F.scaled_dot_product_attention(q, x[:, :, :keys], x[:, :, :keys].cos()))
+
+
+def test_one_query_behind_a_context_has_no_future() -> None:
+    layer, q, x, past = Behind(lambda i, j, past: j <= i + past), tokens(length=1), tokens(length=7), torch.tensor(3)
+    found = compiled(layer, q, x, past)
+    torch.testing.assert_close(found.output, layer(q, x, past))
+    assert not sites(found)
+
+
+@pytest.mark.parametrize(
+    ("mask", "past", "reason"),
+    [
+        (lambda i, j, past: (j <= i + past) & (j > i + past - 3), torch.tensor(3), "where a query stands among the keys"),
+        (lambda i, j, past: (j <= i + 3) & (j > i - past), torch.tensor(3), "how far its window reaches is not known"),
+    ],
+)
+def test_a_window_of_unknown_bounds_is_refused(mask: Callable[..., Tensor], past: Tensor, reason: str) -> None:
+    layer, q, x = Behind(mask), tokens(length=4), tokens(length=7)
+    found = compiled(layer, q, x, past)
+    torch.testing.assert_close(found.output, layer(q, x, past))
+    (site,) = sites(found)
+    assert site.reason.startswith(reason)
+
+
+def test_two_masks_are_refused() -> None:
+    class Twice(nn.Module):
+        attn_type = "encoder_only"
+
+        def forward(self, x: Tensor, given: Tensor) -> Tensor:
+            scores = (x @ x.flip(-1).mT * 0.25).masked_fill(~causal(x), -math.inf)
+            return scores.masked_fill(given, -math.inf).softmax(-1) @ x.cos()
+
+    layer, x, given = Twice(), tokens(), torch.zeros(2, 1, TOKENS, TOKENS, dtype=torch.bool)
+    found = compiled(layer, x, given)
+    torch.testing.assert_close(found.output, layer(x, given))
+    (site,) = sites(found)
+    assert "can't be told from the rest: " in site.reason
+
+
+def test_padding_of_a_batch_has_no_axis_where_batch_and_heads_are_one() -> None:
+    keep = torch.tensor([[True] * TOKENS, [True] * 4 + [False] * 2])[:, None, None, :]
+    found = compiled(Model(lambda x: window(x) & keep), tokens())
+    match = found.findings().of("attention")[0]
+    merged = replace(match, params=replace(match.params, merged=True))
+    rewriter = Rewriter(found.before, Target(), {}, pack_weights=True)
+    with pytest.raises(Refused, match="are by batch, and its scores have 3 axes"):
+        without_causal_part(merged, Edit(rewriter, match.node, match.claimed))

@@ -262,3 +262,33 @@ def test_a_hint_for_a_call() -> None:
     assert site(found).reason.startswith(
         "is_causal of the compiled module is False, and its mask is causal (sparse_mode 3)"
     )
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        lambda i, j, ids: j <= i - 3,
+        lambda i, j, ids: j // 4 != i // 4,
+        lambda i, j, ids: ids[:, None, None, :] != ids[:, None, :, None],
+    ],
+)
+def test_a_whole_mask_that_hides_more_is_refused(hidden: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Any:
+        i, j = torch.arange(7)[:, None], torch.arange(7)
+        mask = ((j > i) | hidden(i, j, ids)).expand(2, 1, 7, 7)
+        return batched(q, k, v, atten_mask=mask.contiguous())
+
+    tensors = (*batch(tokens=7), torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 2, 2]]))
+    found = compiled(Layer(call), *tensors)
+    torch.testing.assert_close(found.output, call(*tensors))
+    assert site(found).reason.startswith("its mask hides more than the future and padding (")
+
+
+def test_a_band_of_a_whole_mask_is_refused() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return batched(q, k, v, atten_mask=future(5, 7).contiguous(), pre_tokens=3)
+
+    tensors = batch()
+    found = compiled(Layer(call), *tensors)
+    torch.testing.assert_close(found.output, call(*tensors))
+    assert site(found).reason.startswith("it has a mask, and of that only a band: pre_tokens and next_tokens are (3,")
