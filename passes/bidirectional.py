@@ -33,8 +33,6 @@ def has_causal_part(match: Match) -> bool:
     """
     p = match.params
     assert isinstance(p, Attention)
-    if p.mask.kind in ("none", "all_true"):
-        return False
     if "a second mask" in p.traits or p.mask.visibility is None:
         reason = p.mask.reason or "there are two masks"
         raise Refused(f"the causal part of its mask ({p.mask.kind}) can't be told from the rest: {reason}")

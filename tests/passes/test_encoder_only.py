@@ -603,7 +603,7 @@ def test_one_query_behind_a_context_has_no_future() -> None:
 @pytest.mark.parametrize(
     ("mask", "past", "reason"),
     [
-        (lambda i, j, past: (j <= i + past) & (j > i + past - 3), torch.tensor(3), "where a query stands among the keys"),
+        (lambda i, j, past: (j <= i + past) & (j > i + past - 3), torch.tensor(3), "where a query stands among"),
         (lambda i, j, past: (j <= i + 3) & (j > i - past), torch.tensor(3), "how far its window reaches is not known"),
     ],
 )
