@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
         shown = os.fdopen(os.dup(1), "w")
 
         def tell(number: int, killer: str) -> None:
-            killers[wanted[number]] = killer
+            killers[wanted[number]] = killer.partition("[")[0]
             save(killers, numbered)
             print(f"{wanted[number]}: {killer or 'SURVIVES'}", file=shown, flush=True)
 
@@ -219,10 +219,14 @@ class Mutants:
         self.tell = tell
         self.sound: dict[str, bool] = {}
         self.failed: list[str] = []
+        self.error: BaseException | None = None  # within pytest, which shows nothing
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.failed.append(report.nodeid)
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self.error = excinfo.value
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.run(self.items(session, [{test.partition("::")[0]: test for test in self.named()}.values()]))
@@ -304,8 +308,11 @@ def leave_out(
     sys.path.insert(0, str(folder))
     torch.set_num_threads(1)  # threads don't survive a fork
     files = sorted({test.partition("::")[0] for parts in pending.values() for part in parts for test in part})
+    mutants = Mutants(pending, jobs, tell)
     with silence():
-        pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files], plugins=[Mutants(pending, jobs, tell)])
+        pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files], plugins=[mutants])
+    if mutants.error is not None:
+        raise mutants.error
 
 
 @contextlib.contextmanager
