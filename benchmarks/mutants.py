@@ -288,7 +288,7 @@ class Mutants:
     def run(self, items: Sequence[pytest.Item]) -> None:
         """Run tests, until one fails."""
         self.failed = []
-        for item, after in zip(items, [*items[1:], items[0]], strict=True):
+        for item, after in zip(items, [*items[1:], *items[:1]], strict=True):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
             if self.failed:
                 break
