@@ -403,6 +403,7 @@ class Edit:
             self.rewriter.shared.pop(key, None)
         for node in reversed(self._created[created:]):
             if not node._erased:
+                self.rewriter.forget_sizes(node)
                 self.rewriter.graph.erase_node(node)
             if node.op == "get_attr":
                 delattr(self.rewriter.module, str(node.target))

@@ -106,6 +106,13 @@ class Rewriter:
         self._symbols[size.node.expr] = node
         return node
 
+    def forget_sizes(self, of: fx.Node) -> None:
+        """Takes out the sizes that were read of a node, which is to be taken out itself."""
+        for expression, node in [*self._symbols.items()]:
+            if node.target is aten.sym_size.int and node.args[0] is of:
+                self.graph.erase_node(node)
+                del self.regions[node], self._symbols[expression]
+
     def fake(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a function gives for the fake values of nodes. No guard is installed."""
         args, kwargs = fx.map_arg((args, kwargs), value_of)

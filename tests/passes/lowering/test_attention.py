@@ -280,6 +280,20 @@ def test_a_layer_of_torch_has_no_more_launches_than_before() -> None:
     assert report.launches_after == report.launches_before
 
 
+def test_tokens_before_a_batch_of_any_size() -> None:
+    layer = nn.MultiheadAttention(32, 4, dtype=BF16).eval()
+    x, y = tensors((TOKENS, BATCH, 32), (TOKENS + 1, BATCH, 32))
+    for tensor in (x, y):
+        torch._dynamo.mark_dynamic(tensor, 0)
+        torch._dynamo.mark_dynamic(tensor, 1)
+    found = check(lambda x: layer(x, x, x, need_weights=False)[0], x, like=lambda x: layer.double()(x, x, x)[0])
+    (arguments,) = calls(found)
+    assert arguments["input_layout"] == "SBH"
+    layer.to(BF16)
+    (site,) = sites(compiled(lambda x, y: layer(x, y, y, need_weights=False)[0], x, y))
+    assert "may be empty" in str(site.reason)  # the two batches may differ
+
+
 def test_of_one_sequence_tokens_are_first_anyway() -> None:
     (x,) = tensors((TOKENS, 1, HEADS * HEAD_DIM))
     found = check(lambda x: eager(*(t.unflatten(2, (-1, HEAD_DIM)).permute(1, 2, 0, 3) for t in (x, x * 2, x * 3))), x)
@@ -302,6 +316,17 @@ def test_batch_and_heads_in_one_axis(spelling: str, tokens_first: bool) -> None:
     else:
         found = check(function, *inputs)
     assert of_infer(found)["num_heads"] == HEADS
+
+
+@pytest.mark.parametrize("spelling", attentions.MERGED)
+def test_batch_and_heads_in_one_axis_behind_tokens(spelling: str) -> None:
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        by_heads = (x.unflatten(2, (HEADS, -1)).permute(1, 2, 0, 3) for x in (q, k, v))
+        return attentions.MERGED[spelling](*by_heads)
+
+    found = check(block, *(t.permute(2, 0, 1, 3).flatten(2) for t in qkv(5, 7)))
+    (arguments,) = calls(found)
+    assert arguments["input_layout"] == "SBH"
 
 
 @pytest.mark.parametrize("function", [sdpa, lambda q, k, v: attend(q @ k.mT * SCALE, v)])

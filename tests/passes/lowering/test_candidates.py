@@ -105,3 +105,17 @@ def test_rounding_otherwise_is_a_reason_to_try_the_next(module: fx.GraphModule) 
         with pytest.raises(Refused, match="numerics is 'exact', and rounded once"):
             first_legal({NORM: allowing(edit, node)}, edit)
         assert first_legal({NORM: allowing(edit, node), SWIGLU: exact}, edit) is CONTRACTS[SWIGLU]
+
+
+def test_sizes_that_were_read_of_what_is_undone_go_with_it() -> None:
+    module = make_fx(lambda x: x.sin(), tracing_mode="symbolic")(torch.randn(4, 8))
+    node = sine(module)
+    rewriter = Rewriter(module, Target(), {}, pack_weights=True)
+    before = str(module.graph)
+    for _ in range(2):  # what is forgotten is read anew
+        with pytest.raises(Refused), rewriter.edit(node, [node]) as edit:  # noqa: PT012  # the edit ends with it
+            twice = edit.call(aten.cat.default, [node.args[0], node.args[0]])
+            edit.replace(node, edit.view(edit.call(aten.tan.default, twice), edit.sizes(twice)))
+            raise Refused("no such op")
+        module.graph.lint()
+        assert str(module.graph) == before
