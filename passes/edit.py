@@ -20,7 +20,7 @@ from ..runtime.effects import declared_writes
 from ..runtime.ops.contract import Lacking, OpContract
 from ..runtime.sizes import is_contiguous
 from .effects import is_pure
-from .layout import inverse, laid_alike, physical_order, same_layout
+from .layout import inverse, is_laid_by_convolution, laid_alike, physical_order, same_layout
 from .rewrites import Rewrite
 
 if TYPE_CHECKING:
@@ -239,7 +239,8 @@ class Edit:
         value = values.tensor(node)
         assert value is not None
         if is_contiguous(value):
-            return node
+            unsure = self.rewriter.has_convolutions and is_laid_by_convolution(node)
+            return self.call(aten.contiguous.default, node) if unsure else node
         return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def permuted(self, node: fx.Node, order: Sequence[int]) -> fx.Node:

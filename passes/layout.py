@@ -12,6 +12,8 @@ from ..patterns import values
 from ..patterns.movement import Sizes
 from ..runtime.sizes import known_equal, static_int
 
+aten = torch.ops.aten
+
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True where two tensors of one shape have the same strides; those of axes of size one don't count."""
@@ -47,3 +49,30 @@ def row_order(node: fx.Node) -> list[int]:
 def inverse(order: Sequence[int]) -> list[int]:
     """The permutation that undoes `order`."""
     return [order.index(axis) for axis in range(len(order))]
+
+
+def is_laid_by_convolution(node: fx.Node) -> bool:
+    """Whether a value has the strides of a convolution's result.
+
+    Of these a fake kernel may say something else than the kernel itself: in float16 a CPU gives a contiguous result
+    where the fake one has channels last.
+    """
+    seen, stack = {node}, [node]
+    while stack:
+        current = stack.pop()
+        if current.target is aten.convolution.default:
+            return True
+        sources = current.all_input_nodes if _keeps_strides(current) else []
+        stack += [source for source in sources if source not in seen]
+        seen.update(sources)
+    return False
+
+
+def _keeps_strides(node: fx.Node) -> bool:
+    """Whether strides of a result follow from those of what it is computed from."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target in (aten._to_copy.default, aten.clone.default):
+        return node.kwargs.get("memory_format") is not torch.contiguous_format
+    is_view = any(argument.alias_info is not None for argument in node.target._schema.arguments)
+    return is_view or torch.Tag.pointwise in node.target.tags

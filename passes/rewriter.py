@@ -52,6 +52,7 @@ class Rewriter:
         for node, region in self.regions.items():
             if region % 2:
                 self.effects.setdefault(region, []).append(node)
+        self.has_convolutions = any(node.target is aten.convolution.default for node in self.graph.nodes)
         self.placeholders = list(self.graph.find_nodes(op="placeholder"))
         self.fake_mode = self._fake_mode()
         self.shared: dict[Hashable, fx.Node] = {}

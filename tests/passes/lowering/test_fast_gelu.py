@@ -33,6 +33,19 @@ def test_it_is_one_launch(dtype: torch.dtype, dynamic: bool | None) -> None:
     torch.testing.assert_close(found.output, quick_gelu(x.double()).to(dtype))
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_behind_a_convolution_whose_fake_kernel_has_other_strides(tokens: int) -> None:
+    """In float16 that of one token has channels last, where a CPU gives a contiguous result."""
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        return quick_gelu(torch.nn.functional.conv1d(x.transpose(1, 2), w, padding=3, groups=16))
+
+    x, w = torch.randn(2, tokens, 16).half(), torch.randn(16, 1, 4).half()
+    found = compiled(model, x, w)
+    assert found.report.ops == OP
+    torch.testing.assert_close(found.output, model(x, w), rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize(
     "x", [torch.randn(5, 2, 16).transpose(0, 1), torch.randn(2, 16, 5).mT, torch.randn(2, 3, 4, 4)[:, :, ::2]]
 )
