@@ -4,6 +4,7 @@
 #     make test        the tests, on the CPU and against the real torch_npu (no NPU needed)
 #     make test-serving  the tests in the frameworks' own code, in an environment of theirs
 #     make test-page   the page of a report in Chromium, which has to be installed
+#     make fuzz        random programs beside eager; ARGS="--programs 10000" for more
 #     make coverage    how much of public models is recognised and fused (an hour; see benchmarks/README.md)
 #     make bench       what the rest of benchmarks/ measures: launches, compile and run time, replay (see its README.md)
 #     make golden      record how small public models fuse now, which the tests hold changes against
@@ -35,7 +36,7 @@ PYTEST := python -m pytest
 SOURCES := $(shell find . -name '*.py' -not -path './.*' -not -path './build/*' \
                           -not -path './tests/*' -not -path './examples/*' -not -path './benchmarks/*')
 
-.PHONY: demo test test-page test-serving coverage bench golden mutants lint clean
+.PHONY: demo test test-page test-serving fuzz coverage bench golden mutants lint clean
 
 demo: $(CPU)/.package
 	$(CPU)/bin/python examples/gemma3_270m.py
@@ -52,6 +53,9 @@ docs/report.png: $(CPU)/.package docs/picture.py passes/views/page.html
 
 test-serving: $(SERVING)/.package $(SERVING)/.frameworks
 	$(SERVING)/bin/$(PYTEST) tests/serving
+
+fuzz: $(CPU)/.package
+	$(CPU)/bin/python tests/fuzz/run.py $(ARGS)
 
 coverage: $(CPU)/.package $(NPU)/.package $(STUBS)/libcann_stub.so
 	$(CPU)/bin/python benchmarks/coverage.py run cpu $(ARGS)
@@ -78,7 +82,7 @@ lint: $(CPU)/.package
 	$(CPU)/bin/mypy -p npu_fuse
 
 clean:
-	rm -rf $(CPU) $(NPU) $(SERVING) build npu_fuse.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(CPU) $(NPU) $(SERVING) build fuzz-failures npu_fuse.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # What each environment holds besides the package itself.
 $(CPU)/.requirements: REQUIREMENTS := '.[dev,demo,bench,mlir]'
