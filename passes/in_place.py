@@ -233,7 +233,7 @@ class _InPlace:
             held[node] = {i for i, of in enumerate(parts) if known_equal(of.storage_offset(), start)}
             held[node] |= held.get(base, set())  # type: ignore[arg-type]  # a node
             for user in node.users:
-                if len(held[node]) < len(parts) and not (user in settled and user.args[0] is node):
+                if len(held[node]) < len(parts) and user not in settled:
                     raise Refused(f"the old value of a part is read between the writes, by {_name(user)}")
 
     def _judge_end(self, epilogue: fx.Node, memory: int, new: frozenset[int], is_final: bool) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from helpers import Compiled, compiled
 from npu_fuse.passes.cleanup import cleanup
 from npu_fuse.passes.edit import Edit, Refused
 from npu_fuse.passes.in_place import _lie_apart, _may_lie, overlaps_itself, put_back, same_place
+from npu_fuse.passes.report import Site
 from npu_fuse.passes.rewriter import Rewriter
 from npu_fuse.runtime.ops import CONTRACTS
 from npu_fuse.runtime.ops.register import register
@@ -742,6 +744,11 @@ def test_a_value_may_lie_in_a_buffer_of_its_kind(new: Tensor, is_seen: bool, may
     assert _may_lie(result, base) is may
 
 
+def _behind(cache: Tensor, new: Tensor) -> Tensor:
+    cache.copy_(new * 2)
+    return new.sin()
+
+
 def by_hand(model: Callable[..., object]) -> fx.GraphModule:
     """A graph that is written as AOTAutograd's is, but for what `model` writes where AOTAutograd would not."""
     return make_fx(model, tracing_mode="fake")(CACHE, AT, ROW)
@@ -752,6 +759,8 @@ def by_hand(model: Callable[..., object]) -> fx.GraphModule:
     [
         # A copy of the buffer is written behind the buffer's last value.
         lambda cache, at, row: cache.copy_(torch.index_copy(cache, 0, at, row)).index_copy(0, at, row * 2),
+        # The buffer gets another value in the end, and the first is read behind that.
+        lambda cache, at, row: _behind(cache, torch.index_copy(cache, 0, at, row)),
         # The buffer is written before it gets the new value.
         lambda cache, at, row: cache.copy_((torch.index_copy(cache, 0, at, row), cache.mul_(2))[0]).sin(),
     ],
@@ -764,3 +773,59 @@ def test_what_is_written_besides_keeps_its_order(model: Callable[..., Tensor]) -
     module.recompile()
     assert torch.equal(module(own, AT, ROW), wanted)
     assert torch.equal(own, expected)
+
+
+def test_a_buffer_that_ranks_are_sent_is_not_written_before_they_have_it() -> None:
+    module = by_hand(lambda cache, at, row: cache.copy_(torch.index_copy(cache, 0, at, row)) + row.sum())
+    graph = module.graph
+    cache = next(iter(graph.nodes))
+    (total,) = graph.find_nodes(op="call_function", target=aten.sum.default)
+    ops = torch.ops._c10d_functional
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        sent = graph.call_function(ops.all_reduce.default, (cache, "sum", "0"))
+    with graph.inserting_before(total):
+        waited = graph.call_function(ops.wait_tensor.default, (sent,))
+    for node in (sent, waited):
+        node.meta["val"] = cache.meta["val"].clone()
+    total.args = (waited,)
+    (site,) = put_back(Rewriter(module, Target(), {}, pack_weights=True))
+    assert site.reason == "a collective that reads the buffer may still be under way"
+
+
+def _in_one_buffer(parts: Callable[[Tensor], tuple[Tensor, Tensor]], put: tuple[Any, ...], reads: bool) -> list[Site]:
+    """What becomes of one op's writes into two views of one buffer, the first of which may be read between them."""
+    register(Target())
+
+    def model(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> Tensor:
+        k_cache, v_cache = parts(kv)
+        k_new = torch.index_copy(k_cache.view(-1, 2, 8), 0, slots, k).view(k_cache.shape)
+        first = put[0](kv, k_new, *put[1])
+        between = first.sum() if reads else k.sum()
+        v_new = torch.index_copy(v_cache.view(-1, 2, 8), 0, slots, v).view(v_cache.shape)
+        kv.copy_(put[0](first, v_new, *put[2]))
+        return between
+
+    tokens, slots = torch.randn(3, 2, 8).half(), torch.tensor([5, 0, 9])
+    module = make_fx(model, tracing_mode="fake")(tokens, tokens + 1, torch.randn(6, 4, 2, 8).half(), slots)
+    rewriter = Rewriter(module, Target(), {}, pack_weights=True)
+    _lower(rewriter)
+    return put_back(rewriter)
+
+
+SLICES = (aten.slice_scatter.default, (0, 0, 3), (0, 3, 6))
+
+
+def test_two_parts_of_one_buffer_are_written_at_once() -> None:
+    (site,) = _in_one_buffer(lambda kv: (kv[:3], kv[3:]), SLICES, reads=False)
+    assert site.status == "lowered"
+
+
+def test_what_reads_one_part_between_the_writes_would_see_both() -> None:
+    site, *_ = _in_one_buffer(lambda kv: (kv[:3], kv[3:]), SLICES, reads=True)
+    assert site.reason.startswith("the old value of a part is read between the writes, by aten.sum")
+
+
+def test_parts_that_share_elements_are_not_written_at_once() -> None:
+    put = (aten.slice_scatter.default, (0, 0, 3), (0, 2, 5))
+    site, *_ = _in_one_buffer(lambda kv: (kv[:3], kv[2:5]), put, reads=False)
+    assert site.reason == "it writes one buffer through two arguments"

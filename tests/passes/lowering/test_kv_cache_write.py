@@ -4,9 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from helpers import Compiled, compiled
 from npu_fuse import Target
+from npu_fuse.passes.edit import Edit, Refused
+from npu_fuse.passes.lowering.kv_cache_write import _of_the_buffer
+from npu_fuse.passes.rewriter import Rewriter
 
 Tensor = torch.Tensor
 BLOCKS, BLOCK_SIZE, HEADS, DIM, TOKENS = 6, 16, 2, 32, 5
@@ -341,3 +345,15 @@ def test_views_given_to_the_caller() -> None:
     found = compiled(model, *own)
     assert found.output.data_ptr() == own[2][1:].data_ptr()
     assert torch.equal(found.output, own[2][1:3])
+
+
+def test_what_else_is_unbound_between_the_writes_reads_both() -> None:
+    def model(kv: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        k_cache, v_cache = torch.select_scatter(kv, new, 0, 0).unbind(0)
+        return k_cache.sin(), v_cache.cos()
+
+    module = make_fx(model, tracing_mode="fake")(torch.randn(2, 3, 4), torch.randn(3, 4))
+    (cos,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
+    edit = Edit(Rewriter(module, Target(), {}, pack_weights=True), cos, [cos])
+    with pytest.raises(Refused, match="something reads the buffer of both caches between the writes"):
+        _of_the_buffer(cos.args[0], edit)

@@ -6,10 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from helpers import Compiled, compiled
 from helpers import refusal as refusal_if
 from npu_fuse import Target
+from npu_fuse.passes.edit import Edit, Refused
+from npu_fuse.passes.lowering.norm_quant import _row_scale
+from npu_fuse.passes.rewriter import Rewriter
 
 BF16, FP16, FP32, FP64, INT8, INT32 = (
     torch.bfloat16,
@@ -547,3 +552,13 @@ def test_a_sum_with_two_quantised_norms_goes_with_the_first() -> None:
     assert found.report.ops[STATIC] == 1
     first, second = (site for site in found.report.sites if site.kind == "norm_quant")
     assert (first.status, second.reason) == ("lowered", "the add has been taken by another fusion")
+
+
+def test_scales_of_rows_have_one_unknown_size_at_most() -> None:
+    module = make_fx(lambda x: (x.sin(), x.cos()), tracing_mode="fake")(torch.randn(6))
+    given, wanted = (node for node in module.graph.nodes if node.op == "call_function")
+    edit = Edit(Rewriter(module, Target(), {}, pack_weights=True), wanted, [wanted])
+    sizes = [ShapeEnv().create_unbacked_symint() for _ in range(2)]
+    wanted.meta["val"] = torch.empty(sizes, device="meta")
+    with pytest.raises(Refused, match="with more than one symbol"):
+        _row_scale(given, wanted, edit)
