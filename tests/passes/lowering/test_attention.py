@@ -1170,3 +1170,13 @@ def test_a_result_that_is_not_rounded_to_the_type_of_q_is_refused() -> None:
 
     found = compiled(model, *qkv())
     assert "its result is torch.float32, and q is torch.bfloat16" in sites(found)[0].reason
+
+
+def test_a_float_mask_that_may_add_something_is_no_mask() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
+        seen = (j <= i) & (i // 4 == j // 4)
+        return sdpa(q, k, v, torch.zeros(TOKENS, TOKENS, dtype=q.dtype).masked_fill(~seen, -INF))
+
+    found = check(model, *qkv())
+    assert "its mask is float, and " in refusal(found, "attention", {"params.mask.only_hides": False})

@@ -251,6 +251,8 @@ def test_a_gate_that_is_used_elsewhere_keeps_its_matmul() -> None:
 def test_a_result_of_another_type_than_the_gate_is_refused() -> None:
     found = compiled(lambda x: F.silu(x[..., :24]) * x[..., 24:], torch.randn(3, 48).half())
     assert found.report.ops == {"npu::npu_swiglu": 1}
+    finer = {"params.steps": frozenset({torch.float64})}
+    assert "the model computes in torch.float64" in refusal(found, "glu", finer)
     wide = {"params.dtype": torch.float32, "params.steps": frozenset()}
     assert refusal(found, "glu", wide) == "its result is torch.float32 for a gate of torch.float16"
 

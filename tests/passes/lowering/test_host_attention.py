@@ -159,6 +159,8 @@ def test_what_else_may_be_added_or_hidden(sites: dict) -> None:
     both = {"inputs.mask": match.inputs["bias"]}
     assert "numbers are added to its scores, and a row of -inf" in refusal(sites["bias"], "attention", both, HOST)
     half = next(n for n in sites["mask"].before.graph.nodes if n.meta["val"].dtype == torch.float16)
+    exact = refusal(sites["mask"], "attention", target=HOST, numerics="exact")
+    assert exact == "Options.numerics is 'exact', and torch's attention rounds as its own kernels do"
     narrow = {"inputs.mask": half, "params.mask.only_hides": False}
     assert refusal(sites["mask"], "attention", narrow, HOST).startswith("its mask is torch.float16, and ")
 
