@@ -313,8 +313,7 @@ class Edit:
         while pending:
             node = min(pending)
             pending.remove(node)
-            told = original(node.target) is not node.target
-            if node.op != "call_function" or not (told or _NAMESPACES.match(str(node.target))):
+            if original(node.target) is node.target and not _NAMESPACES.match(str(node.target)):
                 return False
             try:
                 args, kwargs = fx.map_arg(

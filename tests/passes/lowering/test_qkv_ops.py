@@ -693,12 +693,16 @@ def test_what_is_no_projection_any_more_is_not_packed(sites: dict[str, Compiled]
     assert refusal(found, "qkv", {"inputs.k": x}) == "its projections have been taken by another fusion"
 
 
-@pytest.mark.parametrize("op", [PLAIN, GATED, LOOKED_UP])
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("op", "changes", "reason"),
     [
-        ({"q.norm.statistics_dtype": BF16}, "the model takes its statistics in torch.bfloat16, the op in float32"),
-        ({"rope.compute_dtype": BF16}, "the model rounds "),
+        *[
+            (op, {"q.norm.statistics_dtype": BF16}, "the model takes its statistics in torch.bfloat16, the op in")
+            for op in (PLAIN, GATED, LOOKED_UP)
+        ],
+        (PLAIN, {}, "the model rounds normed values to torch.bfloat16 before it rotates them, the op does not"),
+        (GATED, {}, "the model rounds normed values to torch.bfloat16 before it rotates them, the op does not"),
+        (LOOKED_UP, {}, "the op computes in float32 and rounds once, at its end; the model rounds at each step"),
     ],
 )
 def test_what_is_not_exact(sites: dict[str, Compiled], op: str, changes: dict, reason: str) -> None:
