@@ -147,10 +147,8 @@ class _Switches(ast.NodeTransformer):
                 node.value.value = _call("reasons", self._add(node, ast.unparse(node)), given)
             case ast.Call(function) if _name(function).lstrip("_").startswith(_REFUSING) and self._in_passes():
                 number = self._add(node, ast.unparse(node))
-                if _name(function) == "note":
-                    return ast.If(_call("stands", number), [node], [])
-                refusing = ast.With([ast.withitem(_call("refusing", number))], [node])
-                return ast.If(_call("is_on", number), [refusing], [])
+                how = "noting" if "note" in _name(function) else "refusing"
+                return ast.If(_call("is_on", number), [ast.With([ast.withitem(_call(how, number))], [node])], [])
         return node
 
     def _statement(self, node: ast.stmt) -> ast.If:
@@ -170,8 +168,10 @@ class _Switches(ast.NodeTransformer):
                 return self._gives_reasons()
             case ast.Return(ast.JoinedStr() | ast.Call(ast.Name("Lacking"))):
                 return self._returns[-1:] == ["str | None"] and self.path.startswith("runtime/ops/")
-            case ast.Return(None | ast.Constant(None | True | False) | ast.Call(ast.Name("Miss"))) | ast.Continue():
+            case ast.Return(None | ast.Constant(None | True | False) | ast.Call(ast.Name("Miss"))):
                 return self._gives_up
+            case ast.Continue():
+                return self.path.startswith(_RECOGNISERS)
         return False
 
     def _condition(self, node: ast.expr, refuses: bool) -> ast.expr:

@@ -102,9 +102,9 @@ def run(options: argparse.Namespace) -> None:
             for number, check in enumerate(numbered)
             if (options.recognisers or not check.recognises) and (options.all or not killers.get(check.key))
         }
-        for key in wanted.values() - runs.of_check.keys():
+        for key in wanted.values():
             killers.setdefault(key, "")
-        pending = {number: runs.tests(key) for number, key in wanted.items() if key in runs.of_check}
+        pending = {number: runs.tests(key) for number, key in wanted.items() if runs.reaches(key)}
         shown = os.fdopen(os.dup(1), "w")
 
         def tell(number: int, killer: str) -> None:
@@ -137,34 +137,44 @@ class Runs:
 
     Args:
         of_check: the tests in which each check refused, by its key.
+        noted: those in which it only noted a rounding.
         seconds: of each test that passed.
     """
 
     of_check: Mapping[str, frozenset[str]]
+    noted: Mapping[str, frozenset[str]]
     seconds: Mapping[str, float]
 
+    def reaches(self, key: str) -> bool:
+        """Whether a test reaches a check."""
+        return key in self.of_check or key in self.noted
+
     @functools.cached_property
-    def checks_of(self) -> Counter[str]:
+    def _checks_of(self) -> Counter[str]:
         """How many checks refused in each test."""
         return Counter(test for tests in self.of_check.values() for test in tests)
+
+    def _cost(self, test: str) -> tuple[int, float]:
+        return self._checks_of[test], self.seconds[test]
 
     @classmethod
     def read(cls, reached: Path) -> Runs:
         keys = json.loads((reached / "checks.json").read_text())
-        of_check: dict[str, set[str]] = defaultdict(set)
+        told: dict[str, dict[str, set[str]]] = {how: defaultdict(set) for how in ("refused", "noted")}
         for file in reached.glob("*.txt"):
             for line in file.read_text().splitlines():
-                number, _, phase = line.partition("\t")
-                of_check[keys[int(number)]].add(phase.rpartition(" (")[0])
-        seconds = json.loads((reached / "seconds.json").read_text())
-        return cls({key: frozenset(tests) for key, tests in of_check.items()}, seconds)
+                number, how, phase = line.split("\t")
+                told[how][keys[int(number)]].add(phase.rpartition(" (")[0])
+        refused, noted = ({key: frozenset(tests) for key, tests in of.items()} for of in told.values())
+        return cls(refused, noted, json.loads((reached / "seconds.json").read_text()))
 
     def tests(self, key: str) -> list[list[str]]:
         """What to run: tests that reach a check, those first that reach few others, or else are fast.
 
         Behind them their whole files, as what one test has compiled another may look at.
         """
-        found = sorted(self.of_check[key] & self.seconds.keys(), key=lambda t: (self.checks_of[t], self.seconds[t]))
+        refused, noted = (of.get(key, frozenset()) & self.seconds.keys() for of in (self.of_check, self.noted))
+        found = [t for of in (refused, noted - refused) for t in sorted(of, key=self._cost)]
         files = sorted({test.partition("::")[0] for test in found})
         return [part for part in (found[:_MOST_TESTS], files) if part]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 off = int(os.environ.get("NPU_FUSE_MUTANT", -1))
 _folder = os.environ.get("NPU_FUSE_REACHED")
-_told: set[tuple[int, str]] = set()
+_told: set[tuple[int, str, str]] = set()
 
 
 def is_on(check: int) -> bool:
@@ -21,6 +21,14 @@ def stands(check: int) -> bool:
     """For a statement that refuses."""
     _tell(check)
     return check != off
+
+
+@contextlib.contextmanager
+def noting(check: int) -> Iterator[None]:
+    """For a note of a rounding, which refuses where only exact numerics are wanted."""
+    with refusing(check):
+        yield
+    _tell(check, "noted")
 
 
 def holds(check: int, value: object) -> bool:
@@ -56,11 +64,11 @@ def refusing(check: int) -> Iterator[None]:
         raise
 
 
-def _tell(check: int) -> None:
+def _tell(check: int, how: str = "refused") -> None:
     if _folder is None:
         return
     test = os.environ.get("PYTEST_CURRENT_TEST", "")
-    if test and (check, test) not in _told:
-        _told.add((check, test))
+    if test and (check, how, test) not in _told:
+        _told.add((check, how, test))
         with open(os.path.join(_folder, f"{os.getpid()}.txt"), "a") as file:
-            file.write(f"{check}\t{test}\n")
+            file.write(f"{check}\t{how}\t{test}\n")
