@@ -19,7 +19,7 @@ from ..patterns import KINDS, RULES, Rule, recognise
 from ..patterns.match import Findings, RuleError
 from ..runtime.declarations import Declarations
 from ..runtime.ops import CONTRACTS, OpContract
-from ..runtime.ops.host_attention import HOST_ATTENTION
+from ..runtime.ops.host_attention import HOST_CONTRACTS
 from ..runtime.options import Options
 from ..runtime.target import Target
 from .cleanup import cleanup
@@ -183,7 +183,7 @@ def optimise(
             if any(site.status == "lowered" for site in report.sites):
                 flow.cleanup(module)
     dump.stage(CLEANUP, module)
-    on_host = [HOST_ATTENTION] if target.soc == "host" else []
+    on_host = HOST_CONTRACTS if target.soc == "host" else ()
     ops = {contract.op: contract.name for contract in (*flow.contracts.values(), *on_host)}
     report.ops = Counter(ops[node.target] for node in module.graph.nodes if node.target in ops)
     report.launches_after, report.bytes_after = count_launches(module.graph), count_bytes(module.graph)

@@ -1,7 +1,7 @@
 """What runs a rewritten graph: torch, op by op, or what Inductor compiles of it.
 
-Inductor gets the graph as it would run, with torch's own ops and ours, and traces it once more: it takes ops apart by
-its own rules, makes kernels of what lies between fused ops, and calls these as they are. Writes into inputs stay writes.
+Inductor gets the graph as it would run, with torch's own ops and ours, and traces it once more. It takes ops apart by
+its own rules, makes kernels of what lies between fused ops and calls these as they are. Writes into inputs stay writes.
 """
 
 from __future__ import annotations

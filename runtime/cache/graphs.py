@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from ...patterns import values
 from ..ops import CONTRACTS
 from ..ops.contract import OpContract
-from ..ops.host_attention import HOST_ATTENTION
+from ..ops.host_attention import HOST_CONTRACTS
 from .encoding import NotKept, Unreadable, decode, decode_function, encode, encode_function
 
 # What a node's metadata say of where the model wrote it.
@@ -112,7 +112,7 @@ class _Values:
     def __init__(self, module: fx.GraphModule) -> None:
         found = [n.meta["val"] for n in module.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         self._mode: Any = detect_fake_mode(found)
-        self._contracts: dict[Any, OpContract] = {of.op: of for of in (*CONTRACTS.values(), HOST_ATTENTION)}
+        self._contracts: dict[Any, OpContract] = {of.op: of for of in (*CONTRACTS.values(), *HOST_CONTRACTS)}
         self._changed: set[fx.Node] = set()
 
     def of_constant(self, constant: torch.Tensor) -> Any:

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from helpers import compiled, refusal
 from npu_fuse import Target
 from npu_fuse.passes.launches import count_launches
+from npu_fuse.runtime.ops.host_attention import CPU_ATTENTION
 
 OP = "aten.scaled_dot_product_attention.default"
 HOST = Target("host")
@@ -28,6 +29,16 @@ def call(found) -> dict:
     """The one call of torch's attention that ran: its arguments but query, key and value."""
     (node,) = [node for node in found.after.graph.nodes if str(node.target) == OP]
     return {**dict(zip(("attn_mask",), node.args[3:], strict=False)), **node.kwargs}
+
+
+CPU_OP = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+def kernel_call(found) -> tuple[bool, Tensor | None]:
+    """The one call of the kernel on the CPU that ran: whether it is causal, and the shape of its mask."""
+    (node,) = [node for node in found.after.graph.nodes if str(node.target) == CPU_OP]
+    given = {**dict(zip(("dropout_p", "is_causal"), node.args[3:], strict=False)), **node.kwargs}
+    return given["is_causal"], given["attn_mask"].meta["val"].shape
 
 
 def causal(q: Tensor) -> Tensor:
@@ -169,3 +180,105 @@ def test_heads_that_are_a_batch_stay() -> None:
     q, k, v = (x.flatten(0, 1) for x in heads())
     found = compiled(lambda q, k, v: sdpa(q, k, v, is_causal=True), q, k, v, target=HOST)
     assert found.report.sites[0].reason == "its batch and heads are one axis, or its keys lie transposed"
+
+
+# A flag beside a mask -------------------------------------------------------------------------------------------------
+
+
+def padded(keys: int = 6) -> Tensor:
+    """[2, keys]: the first tokens of the first prompt are padding, which leaves its first queries without a key."""
+    return torch.arange(keys) >= torch.tensor([[2], [0]])
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("visible", [True, False])
+def test_causal_with_padding_is_the_flag_and_the_padding(is_dynamic: bool, visible: bool) -> None:
+    def model(q: Tensor, padding: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(2, 1) for x in q.chunk(2, 1))
+        seen = padding if visible else ~padding
+        return sdpa(q, k, v, causal(q) & seen[:, None, None, :])
+
+    inputs = (heads()[0], padded() if visible else ~padded())
+    if is_dynamic:
+        torch._dynamo.mark_dynamic(inputs[0], 2)
+        torch._dynamo.mark_dynamic(inputs[1], 1)
+    found = compiled(model, *inputs, target=HOST)
+    is_causal, shape = kernel_call(found)
+    assert is_causal
+    assert tuple(shape)[:3] == (2, 1, 1)
+    assert "aten.ge.Tensor" not in found.targets()  # nothing of tokens by tokens is computed
+    assert found.report.ops == {"aten::_scaled_dot_product_flash_attention_for_cpu": 1}
+    assert torch.allclose(found.output, model(*inputs), atol=1e-6)
+    assert not found.output[0, :, :2].any()  # which see no key
+
+
+def test_causal_within_a_window_is_the_flag_and_the_mask() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        place = torch.arange(q.shape[2])
+        return sdpa(q, k, v, causal(q) & (place[:, None] - place < 3))
+
+    inputs = heads()
+    found = compiled(model, *inputs, target=HOST)
+    assert kernel_call(found) == (True, (1, 1, 6, 6))
+    assert torch.allclose(found.output, model(*inputs), atol=1e-6)
+
+
+def test_layers_share_one_mask() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+        seen = causal(q) & padding[:, None, None, :]
+        return sdpa(sdpa(q, k, v, seen), k, v, seen)
+
+    inputs = (*heads(), padded())
+    found = compiled(model, *inputs, target=HOST)
+    masks = {node.kwargs["attn_mask"] for node in found.after.graph.nodes if str(node.target) == CPU_OP}
+    assert len(masks) == 1
+    assert torch.allclose(found.output, model(*inputs), atol=1e-6)
+
+
+def test_one_key_more_than_the_querys_own_is_not_causal() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+        place = torch.arange(q.shape[2])
+        return sdpa(q, k, v, (place <= place[:, None] + 1) & padding[:, None, None, :])
+
+    inputs = (*heads(), padded())
+    found = compiled(model, *inputs, target=HOST)
+    assert found.targets().count(OP) == 1
+    assert torch.allclose(found.output, model(*inputs), atol=1e-6)
+
+
+def test_the_mean_of_all_values_is_no_mean_of_the_keys_so_far() -> None:
+    """A query whose keys are all hidden by the lowest number attends to later keys too, which the flag would hide."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+        seen = causal(q) & padding[:, None, None, :]
+        return (q @ k.transpose(-1, -2) + torch.where(seen, 0.0, torch.finfo(q.dtype).min)).softmax(-1) @ v
+
+    inputs = (*heads(), padded())
+    found = compiled(model, *inputs, target=HOST)
+    assert CPU_OP not in found.targets()
+    assert torch.allclose(found.output, model(*inputs), atol=1e-6)
+
+
+def test_keys_of_another_width_than_values_are_not_the_kernels() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+        return sdpa(q, k, v, causal(q) & padding[:, None, None, :])
+
+    q, k, v = heads()
+    inputs = (q, k, v[..., :8], padded())
+    found = compiled(model, *inputs, target=HOST)
+    assert CPU_OP not in found.targets()
+    assert torch.allclose(found.output, model(*inputs), atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [6, 700])
+def test_the_kernel_agrees_with_exact_maths(tokens: int) -> None:
+    """Beyond 512 keys it leaves out blocks of them; queries may be fewer than keys."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, n, 16) for n in (tokens, tokens + 50, tokens + 50))
+    padding = torch.rand(1, 1, 1, tokens + 50) > 0.3
+    seen = padding & (torch.arange(tokens)[:, None] >= torch.arange(tokens + 50))
+    scores = (q.double() @ k.double().transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf)
+    wanted = scores.softmax(-1).nan_to_num(0.0) @ v.double()
+    added = torch.where(padding, 0.0, -torch.inf)
+    output, _ = CPU_ATTENTION.reference(q, k, v, is_causal=True, attn_mask=added)
+    assert torch.allclose(output.double(), wanted, atol=1e-5)
