@@ -180,8 +180,8 @@ def _calls(module: nn.Module, case: str, is_decoder: bool) -> dict[str, Callable
     return {way: call(function) for way, function in functions.items()}
 
 
-def _rounds(calls: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """The processor's time of each way, in rounds of one call each, 5 at least and `STEPS` less two at most."""
+def _rounds(calls: Mapping[str, Callable[[], Any]], seconds: float, rounds: int) -> dict[str, list[float]]:
+    """The processor's time of each way, in so many rounds of one call each or more, while a cache has room."""
     times: dict[str, list[float]] = {way: [] for way in calls}
     end = time.process_time() + seconds
     for _ in range(STEPS - 2):
@@ -189,7 +189,7 @@ def _rounds(calls: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str,
             start = time.process_time()
             call()
             times[way].append(time.process_time() - start)
-        if time.process_time() > end and len(times["eager"]) >= 5:
+        if time.process_time() > end and len(times["eager"]) >= rounds:
             break
     return times
 
@@ -206,7 +206,7 @@ def _peak(call: Callable[[], Any]) -> int:
     return peak
 
 
-def measure(model: str, case: str, module: nn.Module, seconds: float) -> Row:
+def measure(model: str, case: str, module: nn.Module, seconds: float, rounds: int) -> Row:
     """One row: ratios of time and of memory, and how far the results are from eager's."""
     module.set_attn_implementation("eager" if case.startswith("written") else "sdpa")
     torch._dynamo.reset()
@@ -215,7 +215,7 @@ def measure(model: str, case: str, module: nn.Module, seconds: float) -> Row:
         calls = _calls(module, case, MODELS[model].is_decoder)
         results = {way: call() for way, call in calls.items()}
         peaks = {way: _peak(call) for way, call in calls.items()}
-        times = _rounds(calls, seconds)
+        times = _rounds(calls, seconds, rounds)
     wanted = results["eager"]
     return {
         "model": model,
@@ -238,11 +238,11 @@ def _ratio(a: Sequence[float], b: Sequence[float]) -> float:
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
-def measure_model(model: str, cases: Sequence[str], seconds: float) -> list[Row]:
+def measure_model(model: str, cases: Sequence[str], seconds: float, rounds: int) -> list[Row]:
     """All rows of a model, in this process."""
     torch.set_num_threads(1)
     module = MODELS[model].build()
-    return [measure(model, case, module, seconds) for case in cases_of(MODELS[model]) if case in cases]
+    return [measure(model, case, module, seconds, rounds) for case in cases_of(MODELS[model]) if case in cases]
 
 
 # Telling ------------------------------------------------------------------------------------------------------------
@@ -292,13 +292,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--cases", nargs="+", choices=every, default=every)
     parser.add_argument("--seconds", type=float, default=15, help="of the processor, for the rounds of a case")
+    parser.add_argument("--rounds", type=int, default=5, help="that a case has at least")
     parser.add_argument("--json", type=Path, default=RESULTS, help="a file to keep the ratios in")
     given = parser.parse_args(arguments)
     kept: list[Row] = json.loads(given.json.read_text())["rows"] if given.json.exists() else []
     for model in given.models:
         # A process each: what one has allocated and compiled is nothing to the next.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            rows = pool.submit(measure_model, model, given.cases, given.seconds).result()
+            rows = pool.submit(measure_model, model, given.cases, given.seconds, given.rounds).result()
         measured = {(row["model"], row["case"]) for row in rows}
         kept = [row for row in kept if (row["model"], row["case"]) not in measured] + rows
         machine = f"{platform.machine()}, one thread, Python {platform.python_version()}, torch {torch.__version__}"

@@ -18,17 +18,17 @@ from ...patterns.attention import Attention
 from ...patterns.mask import Mask
 from ...patterns.masks.band import Band
 from ...patterns.masks.integers import Linear
-from ...patterns.masks.visibility import Padding, Visibility
+from ...patterns.masks.visibility import Padding
 from ...patterns.match import Match
 from ...runtime.ops.contract import OpContract
-from ...runtime.ops.host_attention import CPU_ATTENTION, HOST_ATTENTION
+from ...runtime.ops.host_attention import BANDED_ATTENTION, CPU_ATTENTION, HOST_ATTENTION
 from ..edit import Edit, Refused
 
 aten = torch.ops.aten
 
 
 def lower_on_host(match: Match, edit: Edit) -> OpContract:
-    """One call, whose mask is a flag where one says the same, or beside which a flag says what needn't be computed.
+    """One call, whose mask is a flag where one says the same, or which leaves out what the mask hides anyway.
 
     Raises:
         Refused: it is such a call already, or torch's attention is another.
@@ -41,14 +41,12 @@ def lower_on_host(match: Match, edit: Edit) -> OpContract:
     mask = _mask(match, p, edit)
     edit.note("torch's attention rounds as its own kernels do")
     if "attn_mask" in mask and _sees_no_later_key(p):
-        try:
-            with edit.attempt():
-                additive = _additive(match, p.mask.visibility, mask["attn_mask"], edit)
-                result = edit.op(CPU_ATTENTION, **tensors, is_causal=True, attn_mask=additive, scale=p.scale)
-                edit.replace(match.node, edit.item(result, 0), any_layout=True)
-            return CPU_ATTENTION
-        except Refused:
-            pass
+        for build in (_banded, _causal):
+            try:
+                with edit.attempt():
+                    return build(match, p, {**tensors, "scale": p.scale}, mask["attn_mask"], edit)
+            except Refused:
+                continue
     arguments: dict[str, Any] = {**tensors, "scale": p.scale, **mask}
     if p.num_heads != p.num_kv_heads:
         arguments["enable_gqa"] = True
@@ -94,7 +92,7 @@ def _is_causal(mask: Mask) -> bool:
     return only_band and v is not None and v.band == Band(None, Linear(0)) and v.every_query_sees_a_key
 
 
-# A flag beside a mask -------------------------------------------------------------------------------------------------
+# What needn't be computed ---------------------------------------------------------------------------------------------
 
 
 def _sees_no_later_key(p: Attention) -> bool:
@@ -108,44 +106,44 @@ def _sees_no_later_key(p: Attention) -> bool:
     return visible.band.upper == Linear(0)
 
 
-def _additive(match: Match, visible: Visibility | None, mask: fx.Node, edit: Edit) -> fx.Node:
-    """What is added to the scores beside the flag: of a causal mask with padding the padding alone, else the mask.
-
-    Args:
-        match: a site of attention.
-        visible: which keys a query sees.
-        mask: the same as a mask of torch's attention.
-        edit: the rewrite of the site.
-
-    Returns:
-        A mask of 4 axes, of query's type.
-    """
+def _banded(match: Match, p: Attention, arguments: dict[str, Any], mask: fx.Node, edit: Edit) -> OpContract:
+    """Keys up to the query's own, within a window or not, but padding: no mask of tokens by tokens is left."""
+    visible = p.mask.visibility
     assert visible is not None
-    dtype = values.dtype(edit.current(match.inputs["query"]))
+    if visible.chunk is not None or visible.segments is not None:
+        raise Refused("its mask has chunks or segments")
+    if visible.band.lower is not None:
+        if visible.band.lower.number is None:
+            raise Refused("its window is no number")
+        arguments["window"] = 1 - visible.band.lower.number
     padding = visible.padding
-    if padding is not None and visible.chunk is None and visible.segments is None and visible.band.lower is None:
-        return edit.share(("padding", padding, dtype), lambda: _of_keys(padding, dtype, edit))
-    if values.dtype(mask) != torch.bool:
-        return _of_four_axes(mask, edit)
-    shown = mask
-    return edit.share(("additive", mask, dtype), lambda: _hiding(_of_four_axes(shown, edit), dtype, edit))
+    if padding is not None:
+        arguments["seen"] = edit.share(("seen", padding), lambda: _seen(padding, edit))
+    edit.replace(match.node, edit.op(BANDED_ATTENTION, **arguments), any_layout=True)
+    return BANDED_ATTENTION
 
 
-def _of_keys(padding: Padding, dtype: torch.dtype, edit: Edit) -> fx.Node:
-    """[batch or 1, 1, 1, keys]."""
-    seen = edit.current(padding.node)
-    if not padding.visible:
-        seen = edit.call(aten.logical_not.default, seen)
-    batch = edit.sizes(seen)[:-1][:1] or [1]
-    return _hiding(edit.view(seen, [*batch, 1, 1, edit.sizes(seen)[-1]]), dtype, edit)
+def _seen(padding: Padding, edit: Edit) -> fx.Node:
+    """[batch or 1, keys]."""
+    node = edit.current(padding.node)
+    seen = node if padding.visible else edit.call(aten.logical_not.default, node)
+    sizes = edit.sizes(seen)
+    return seen if len(sizes) == 2 else edit.view(seen, [sizes[0] if len(sizes) > 1 else 1, sizes[-1]])
 
 
-def _of_four_axes(mask: fx.Node, edit: Edit) -> fx.Node:
+def _causal(match: Match, p: Attention, arguments: dict[str, Any], mask: fx.Node, edit: Edit) -> OpContract:
+    """The mask as it is, beside the flag: what the flag hides isn't computed."""
+    dtype = values.dtype(arguments["query"])
+    additive = edit.share(("additive", mask, dtype), lambda: _additive(mask, dtype, edit))
+    result = edit.op(CPU_ATTENTION, **arguments, is_causal=True, attn_mask=additive)
+    edit.replace(match.node, edit.item(result, 0), any_layout=True)
+    return CPU_ATTENTION
+
+
+def _additive(mask: fx.Node, dtype: torch.dtype, edit: Edit) -> fx.Node:
+    """A mask of 4 axes, of which bools become 0 where a key is seen and -inf where it isn't."""
     while len(values.shape(mask)) < 4:
         mask = edit.call(aten.unsqueeze.default, mask, 0)
-    return mask
-
-
-def _hiding(seen: fx.Node, dtype: torch.dtype, edit: Edit) -> fx.Node:
-    """0 where a key is seen, -inf where it isn't."""
-    return edit.cast(edit.call(aten.where.Scalar, seen, 0.0, -torch.inf), dtype)
+    if values.dtype(mask) != torch.bool:
+        return mask
+    return edit.cast(edit.call(aten.where.Scalar, mask, 0.0, -torch.inf), dtype)

@@ -2,10 +2,12 @@
 
     out = softmax(scale * q k^T + mask) v
 
-Two ops: the public one, which takes a flag for causality or a mask, and the kernel behind it on a CPU, which takes
-both. It computes no block of keys that lies behind a block of queries, takes fewer heads of keys than of queries as
-they are, and masks that are broadcast along any axis.
+The public op takes a flag for causality or a mask, the kernel behind it on a CPU both. It computes no block of keys
+that lies behind a block of queries, takes fewer heads of keys than of queries as they are, and masks that are broadcast
+along any axis. `banded_attention` is calls of that kernel, of what a band and padding leave to be computed.
 """
+
+from collections.abc import Iterator
 
 import torch
 
@@ -14,7 +16,7 @@ from ..target import Target
 from .contract import OpContract
 from .reasons import FLOATS, dtype_among, dtype_name, emptiness, rank_between, shape_text
 
-__all__ = ["CPU_ATTENTION", "HOST_ATTENTION", "HOST_CONTRACTS"]
+__all__ = ["BANDED_ATTENTION", "CPU_ATTENTION", "HOST_ATTENTION", "HOST_CONTRACTS"]
 
 
 def _refuse(
@@ -148,8 +150,8 @@ def _attention_on_cpu(
         scale: factor of the scores; 1 / sqrt(head_dim) if None.
 
     Returns:
-        [batch, heads, tokens, head_dim], tokens before heads in memory, and the logarithms of the sums. A query that
-        sees no key gets zeros.
+        [batch, heads, tokens, head_dim], dense and in the order of query's axes, and the logarithms of the sums. A
+        query that sees no key gets zeros.
     """
     output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
@@ -170,4 +172,132 @@ CPU_ATTENTION = OpContract(
     source="torch 2.13",
 )
 
-HOST_CONTRACTS = (HOST_ATTENTION, CPU_ATTENTION)
+# Queries in one call of the kernel where a window hides what is far behind: it then takes 512 keys at a time.
+_BLOCK = 512
+
+
+def _refuse_banded(
+    target: Target,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor | None,
+    window: int | None,
+    scale: float | None,
+) -> str | None:
+    reason = _refuse_on_cpu(target, query, key, value, 0.0, True, None, scale)
+    if reason is not None:
+        return reason
+    if not known_equal(query.shape[2], key.shape[2]):
+        return f"query {shape_text(query.shape)} has other tokens than key {shape_text(key.shape)}"
+    if window is not None and window < 1:
+        return f"window is {window} (a query sees one key at least)"
+    if seen is not None:
+        batch, tokens = query.shape[0], query.shape[2]
+        if seen.dtype != torch.bool or seen.dim() != 2:
+            return f"seen is {dtype_name(seen.dtype)} {shape_text(seen.shape)} (it may be bool [batch or 1, keys])"
+        if not (known_equal(seen.shape[1], tokens) and any(known_equal(seen.shape[0], n) for n in (1, batch))):
+            return f"seen {shape_text(seen.shape)} is not for keys {shape_text(key.shape)}"
+    return None
+
+
+def _banded_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor | None = None,
+    window: int | None = None,
+    *,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Causal attention that leaves out what is hidden: later keys, those before a window, padding before all prompts.
+
+    What is padding before all prompts is read from `seen` when it runs.
+
+    Args:
+        query: [batch, heads, tokens, head_dim] of any float type; the last stride is 1.
+        key: [batch, heads or a divisor of them, tokens, head_dim], likewise.
+        value: of the shape of key.
+        seen: bool [batch or 1, tokens], False where a key is padding; all are seen if None.
+        window: how many keys a query sees, its own the last; all up to its own if None.
+        scale: factor of the scores; 1 / sqrt(head_dim) if None.
+
+    Returns:
+        [batch, heads, tokens, head_dim], dense and in the order of query's axes. A query that sees no key gets zeros.
+    """
+    tokens = query.shape[2]
+    start = 0
+    if seen is not None:
+        by_any = seen.any(0)
+        start = int(by_any.to(torch.uint8).argmax()) if by_any.any() else tokens
+        seen = None if seen[:, start:].all() else seen
+    results = [
+        _attention_on_cpu(
+            query[:, :, a:b],
+            key[:, :, first:b],
+            value[:, :, first:b],
+            is_causal=a == first,
+            attn_mask=mask,
+            scale=scale,
+        )[0]
+        for a, b, first, mask in _blocks(query, seen, window, start)
+    ]
+    if start == 0 and len(results) == 1:
+        return results[0]
+    output = torch.empty_like(query)
+    output[:, :, :start] = 0
+    for result in results:
+        output[:, :, start : start + result.shape[2]] = result
+        start += result.shape[2]
+    return output
+
+
+def _blocks(
+    query: torch.Tensor, seen: torch.Tensor | None, window: int | None, start: int
+) -> Iterator[tuple[int, int, int, torch.Tensor | None]]:
+    """Blocks of queries from one to another, the first key that one of them sees, and what is added to their scores."""
+    tokens = query.shape[2]
+    if start == tokens:
+        return
+    if window is None or window >= tokens - start:
+        yield start, tokens, start, None if seen is None else _hiding(seen[:, None, None, start:], query)
+        return
+    step = _BLOCK if 2 * window <= tokens - start else tokens - start
+    place = torch.arange(tokens)
+    for a in range(start, tokens, step):
+        b, first = min(a + step, tokens), max(start, a - window + 1)
+        behind = place[a:b, None] - place[first:b]
+        within = (behind >= 0) & (behind < window)
+        yield a, b, first, _hiding(within[None, None] if seen is None else within & seen[:, None, None, first:b], query)
+
+
+def _hiding(seen: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
+
+
+def _banded_fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor | None = None,
+    window: int | None = None,
+    *,
+    scale: float | None = None,
+) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+BANDED_ATTENTION = OpContract(
+    name="npu_fuse::banded_attention",
+    schema=(
+        "banded_attention(Tensor query, Tensor key, Tensor value, Tensor? seen=None, int? window=None, *,"
+        " float? scale=None) -> Tensor"
+    ),
+    reference=_banded_attention,
+    fake=_banded_fake,
+    refuse=_refuse_banded,
+    socs=frozenset({"host"}),
+    source="torch 2.13",
+)
+
+HOST_CONTRACTS = (HOST_ATTENTION, CPU_ATTENTION, BANDED_ATTENTION)

@@ -8,6 +8,7 @@ import torch
 from ..target import Target, probe_packages
 from . import CONTRACTS
 from .contract import OpContract
+from .host_attention import BANDED_ATTENTION
 
 __all__ = ["register"]
 
@@ -27,13 +28,13 @@ def register(target: Target, contracts: Iterable[OpContract] = tuple(CONTRACTS.v
 
     Args:
         target: the machine; names the package versions in errors.
-        contracts: the contracts to register.
+        contracts: the contracts to register, besides what is ours on a host.
 
     Raises:
         RuntimeError: an op is there with another schema than its contract's.
     """
     probe_packages()
-    for contract in contracts:
+    for contract in (*contracts, BANDED_ATTENTION):
         _register(target, contract)
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from helpers import compiled, refusal
 from npu_fuse import Target
 from npu_fuse.passes.launches import count_launches
-from npu_fuse.runtime.ops.host_attention import CPU_ATTENTION
+from npu_fuse.runtime.ops.host_attention import BANDED_ATTENTION
 
 OP = "aten.scaled_dot_product_attention.default"
 HOST = Target("host")
@@ -31,6 +31,7 @@ def call(found) -> dict:
     return {**dict(zip(("attn_mask",), node.args[3:], strict=False)), **node.kwargs}
 
 
+BAND = "npu_fuse.banded_attention.default"
 CPU_OP = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
@@ -182,7 +183,7 @@ def test_heads_that_are_a_batch_stay() -> None:
     assert found.report.sites[0].reason == "its batch and heads are one axis, or its keys lie transposed"
 
 
-# A flag beside a mask -------------------------------------------------------------------------------------------------
+# What needn't be computed ---------------------------------------------------------------------------------------------
 
 
 def padded(keys: int = 6) -> Tensor:
@@ -192,7 +193,7 @@ def padded(keys: int = 6) -> Tensor:
 
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("visible", [True, False])
-def test_causal_with_padding_is_the_flag_and_the_padding(is_dynamic: bool, visible: bool) -> None:
+def test_causal_with_padding_is_a_band_and_the_padding(is_dynamic: bool, visible: bool) -> None:
     def model(q: Tensor, padding: Tensor) -> Tensor:
         k, v = (x.repeat_interleave(2, 1) for x in q.chunk(2, 1))
         seen = padding if visible else ~padding
@@ -203,23 +204,33 @@ def test_causal_with_padding_is_the_flag_and_the_padding(is_dynamic: bool, visib
         torch._dynamo.mark_dynamic(inputs[0], 2)
         torch._dynamo.mark_dynamic(inputs[1], 1)
     found = compiled(model, *inputs, target=HOST)
-    is_causal, shape = kernel_call(found)
-    assert is_causal
-    assert tuple(shape)[:3] == (2, 1, 1)
+    assert found.report.ops == {"npu_fuse::banded_attention": 1}
     assert "aten.ge.Tensor" not in found.targets()  # nothing of tokens by tokens is computed
-    assert found.report.ops == {"aten::_scaled_dot_product_flash_attention_for_cpu": 1}
     assert torch.allclose(found.output, model(*inputs), atol=1e-6)
     assert not found.output[0, :, :2].any()  # which see no key
 
 
-def test_causal_within_a_window_is_the_flag_and_the_mask() -> None:
+def test_causal_within_a_window_is_a_band() -> None:
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         place = torch.arange(q.shape[2])
         return sdpa(q, k, v, causal(q) & (place[:, None] - place < 3))
 
     inputs = heads()
     found = compiled(model, *inputs, target=HOST)
-    assert kernel_call(found) == (True, (1, 1, 6, 6))
+    assert found.targets() == [BAND]
+    (node,) = found.after.graph.find_nodes(op="call_function", target=torch.ops.npu_fuse.banded_attention.default)
+    assert node.kwargs["window"] == 3
+    assert torch.allclose(found.output, model(*inputs), atol=1e-6)
+
+
+def test_causal_within_segments_is_the_flag_and_the_mask() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, segments: Tensor) -> Tensor:
+        alike = segments[:, None, :, None] == segments[:, None, None, :]
+        return sdpa(q, k, v, causal(q) & alike)
+
+    inputs = (*heads(), torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]]))
+    found = compiled(model, *inputs, target=HOST)
+    assert kernel_call(found) == (True, (2, 1, 6, 6))
     assert torch.allclose(found.output, model(*inputs), atol=1e-6)
 
 
@@ -230,8 +241,7 @@ def test_layers_share_one_mask() -> None:
 
     inputs = (*heads(), padded())
     found = compiled(model, *inputs, target=HOST)
-    masks = {node.kwargs["attn_mask"] for node in found.after.graph.nodes if str(node.target) == CPU_OP}
-    assert len(masks) == 1
+    assert found.targets() == ["aten.expand.default", BAND, BAND] or found.targets() == [BAND, BAND]
     assert torch.allclose(found.output, model(*inputs), atol=1e-6)
 
 
@@ -255,7 +265,7 @@ def test_the_mean_of_all_values_is_no_mean_of_the_keys_so_far() -> None:
 
     inputs = (*heads(), padded())
     found = compiled(model, *inputs, target=HOST)
-    assert CPU_OP not in found.targets()
+    assert not {BAND, CPU_OP} & {*found.targets()}
     assert torch.allclose(found.output, model(*inputs), atol=1e-6)
 
 
@@ -266,19 +276,47 @@ def test_keys_of_another_width_than_values_are_not_the_kernels() -> None:
     q, k, v = heads()
     inputs = (q, k, v[..., :8], padded())
     found = compiled(model, *inputs, target=HOST)
-    assert CPU_OP not in found.targets()
+    assert not {BAND, CPU_OP} & {*found.targets()}
     assert torch.allclose(found.output, model(*inputs), atol=1e-6)
 
 
-@pytest.mark.parametrize("tokens", [6, 700])
-def test_the_kernel_agrees_with_exact_maths(tokens: int) -> None:
-    """Beyond 512 keys it leaves out blocks of them; queries may be fewer than keys."""
+@pytest.mark.parametrize("tokens", [6, 1300])
+@pytest.mark.parametrize("window", [None, 3, 600])
+@pytest.mark.parametrize("padding", ["none", "before all", "anywhere", "everywhere"])
+def test_a_band_agrees_with_exact_maths(tokens: int, window: int | None, padding: str) -> None:
+    """Of prompts shorter and longer than what the op computes at once, with queries that see no key."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 4, n, 16) for n in (tokens, tokens + 50, tokens + 50))
-    padding = torch.rand(1, 1, 1, tokens + 50) > 0.3
-    seen = padding & (torch.arange(tokens)[:, None] >= torch.arange(tokens + 50))
-    scores = (q.double() @ k.double().transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf)
-    wanted = scores.softmax(-1).nan_to_num(0.0) @ v.double()
-    added = torch.where(padding, 0.0, -torch.inf)
-    output, _ = CPU_ATTENTION.reference(q, k, v, is_causal=True, attn_mask=added)
-    assert torch.allclose(output.double(), wanted, atol=1e-5)
+    q, k, v = (torch.randn(2, heads, tokens, 16) for heads in (4, 2, 2))
+    place = torch.arange(tokens)
+    seen = {
+        "none": None,
+        "before all": place >= torch.tensor([[tokens // 3], [tokens // 2]]),
+        "anywhere": torch.rand(2, tokens) > 0.4,
+        "everywhere": torch.zeros(1, tokens, dtype=torch.bool),
+    }[padding]
+    behind = place[:, None] - place
+    visible = (behind >= 0) & (behind < (window or tokens)) & (seen[:, None, None] if seen is not None else True)
+    k4, v4 = (x.double().repeat_interleave(2, 1) for x in (k, v))
+    scores = (q.double() @ k4.transpose(-1, -2) / 4).masked_fill(~visible, -torch.inf)
+    output = BANDED_ATTENTION.reference(q, k, v, seen, window)
+    assert torch.allclose(output.double(), scores.softmax(-1).nan_to_num(0.0) @ v4, atol=1e-5)
+    assert output.stride() == BANDED_ATTENTION.fake(q, k, v, seen, window).stride()
+
+
+def test_a_band_is_refused_for_other_shapes() -> None:
+    q, k, v = heads()
+    seen = padded()
+
+    def told(*arguments: object) -> str:
+        return str(BANDED_ATTENTION.refusal(HOST, *arguments))
+
+    assert told(q, k, v, seen, 3) == "None"
+    assert "has other tokens than key" in told(q[:, :, 1:], k, v)
+    assert "other batch or head_dim" in told(q[..., :8], k, v)
+    assert "no multiple of key's 3" in told(q, k[:, :3], v[:, :3])
+    assert "another shape than key" in told(q, k, v[..., :8])
+    assert "of which the last isn't 1" in told(q, k.transpose(2, 3).contiguous().transpose(2, 3), v)
+    assert "window is 0" in told(q, k, v, None, 0)
+    assert "bool [batch or 1, keys]" in told(q, k, v, seen.int())
+    assert "is not for keys" in told(q, k, v, seen[:, 1:])
+    assert "has no kernel on ascend910b" in str(BANDED_ATTENTION.refusal(Target("ascend910b"), q, k, v))
