@@ -77,7 +77,12 @@ class Replayed:
         self._strict = strict
         others = dict(settings)
         buckets, specs = _padding([placeholders[i].meta.get("val") for i in self._dynamic], others.pop("buckets", ()))
-        self.runner = GraphRunner(self._run, buckets=buckets, inputs=specs, **others)
+        fixed = self._fixed
+
+        def run(*inputs: Any) -> Any:
+            return self._run(fixed, inputs)  # found from here: an output may be a view of one
+
+        self.runner = GraphRunner(run, buckets=buckets, inputs=specs, **others)
 
     def __call__(self, *inputs: Any) -> Any:
         """Runs the graph.
@@ -117,11 +122,11 @@ class Replayed:
         return self._module.forward(*inputs)
 
     def _settle(self, fixed: list[torch.Tensor]) -> None:
-        self._fixed = fixed
+        self._fixed[:] = fixed
         self._addresses = list(map(address, fixed))
 
-    def _run(self, *inputs: Any) -> Any:
-        merged: dict[int, Any] = dict(zip(self._static, self._fixed, strict=True))
+    def _run(self, fixed: Sequence[torch.Tensor], inputs: Sequence[Any]) -> Any:
+        merged: dict[int, Any] = dict(zip(self._static, fixed, strict=True))
         merged.update(zip(self._dynamic, inputs, strict=True))
         return self._tensors(*(merged[i] for i in sorted(merged)))
 

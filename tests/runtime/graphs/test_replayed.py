@@ -260,3 +260,23 @@ def test_transposed_inputs(dynamic):
             assert torch.equal(got, expected)
             assert got.stride() == expected.stride()
     assert sum(replayed.runner.stats.replays for replayed in backend.runners) == 4
+
+
+@torch.no_grad()
+def test_views_of_what_the_model_holds_are_given_back():
+    class Holder(Normed):
+        def forward(self, x):
+            h, _ = super().forward(x)
+            return h, self.count[2:], self.linear.weight.T
+
+    model, eager = Holder(), Holder()
+    eager.load_state_dict(model.state_dict())
+    function, backend = compiled(model)
+    for _ in range(3):
+        x = torch.randn(3, 8)
+        got = function(x)
+        assert_same(got, eager(x))
+        for view, held in zip(got[1:], (model.count, model.linear.weight), strict=True):
+            assert view.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+    (replayed,) = backend.runners
+    assert (replayed.runner.stats.captures, replayed.runner.stats.replays) == (1, 3)
