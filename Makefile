@@ -67,6 +67,7 @@ bench: $(CPU)/.package $(NPU)/.package $(STUBS)/libcann_stub.so
 	$(CPU)/bin/python benchmarks/compile_time.py
 	$(CPU)/bin/python benchmarks/compile_cache.py
 	$(CPU)/bin/python benchmarks/replay.py
+	$(CPU)/bin/python benchmarks/run_time.py
 	$(CPU)/bin/python benchmarks/launches.py run cpu
 	$(WITH_STUBS) $(NPU)/bin/python benchmarks/launches.py run npu
 	$(CPU)/bin/python benchmarks/golden.py
