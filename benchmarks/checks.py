@@ -145,7 +145,7 @@ class _Switches(ast.NodeTransformer):
                 return self._statement(node)
             case ast.YieldFrom(given) if self._gives_reasons():
                 node.value.value = _call("reasons", self._add(node, ast.unparse(node)), given)
-            case ast.Call(function) if _name(function).lstrip("_").startswith(_REFUSING) and self._in_passes():
+            case ast.Call(function) if _name(function).lstrip("_").startswith(_REFUSING) and self._may_refuse():
                 number = self._add(node, ast.unparse(node))
                 how = "noting" if "note" in _name(function) else "refusing"
                 return ast.If(_call("is_on", number), [ast.With([ast.withitem(_call(how, number))], [node])], [])
@@ -154,8 +154,8 @@ class _Switches(ast.NodeTransformer):
     def _statement(self, node: ast.stmt) -> ast.If:
         return ast.If(_call("stands", self._add(node, ast.unparse(node))), [node], [])
 
-    def _in_passes(self) -> bool:
-        return self.path.startswith("passes/")
+    def _may_refuse(self) -> bool:
+        return self.path.startswith("passes/lowering/") or self.path == "passes/fuse.py"
 
     def _gives_reasons(self) -> bool:
         return self.path.startswith("runtime/ops/") and self._returns[-1:] == ["Iterator[str]"]

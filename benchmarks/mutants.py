@@ -168,15 +168,10 @@ class Runs:
         refused, noted = ({key: frozenset(tests) for key, tests in of.items()} for of in told.values())
         return cls(refused, noted, json.loads((reached / "seconds.json").read_text()))
 
-    def tests(self, key: str) -> list[list[str]]:
-        """What to run: tests that reach a check, those first that reach few others, or else are fast.
-
-        Behind them their whole files, as what one test has compiled another may look at.
-        """
+    def tests(self, key: str) -> list[str]:
+        """What to run: tests that reach a check, those first that reach few others, or else are fast."""
         refused, noted = (of.get(key, frozenset()) & self.seconds.keys() for of in (self.of_check, self.noted))
-        found = [t for of in (refused, noted - refused) for t in sorted(of, key=self._cost)]
-        files = sorted({test.partition("::")[0] for test in found})
-        return [part for part in (found[:_MOST_TESTS], files) if part]
+        return [t for of in (refused, noted - refused) for t in sorted(of, key=self._cost)][:_MOST_TESTS]
 
 
 class Recorder:
@@ -219,11 +214,11 @@ def environment(folder: Path) -> dict[str, str]:
 class Mutants:
     """A plug-in of pytest that runs, in place of all tests, those that reach a check without it, check after check.
 
-    Each check has a process of its own, forked when all tests are collected and a test of each file has run: what that
-    imports and registers takes longer than most tests. A test that fails there with all checks, too, tells nothing.
+    Each check has a process of its own, forked when all tests are collected, which takes longer than most. A test
+    that fails there with all checks, too, tells nothing.
     """
 
-    def __init__(self, pending: Mapping[int, list[list[str]]], jobs: int, tell: Callable[[int, str], None]) -> None:
+    def __init__(self, pending: Mapping[int, list[str]], jobs: int, tell: Callable[[int, str], None]) -> None:
         self.pending = pending
         self.jobs = jobs
         self.tell = tell
@@ -239,7 +234,6 @@ class Mutants:
         self.error = excinfo.value
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        self.run(self.items(session, [{test.partition("::")[0]: test for test in self.named()}.values()]))
         gc.freeze()  # so that processes share what there is
         left = list(self.pending)
         running: dict[int, tuple[int, int]] = {}
@@ -254,7 +248,7 @@ class Mutants:
             number, reading = running.pop(process)
             killer = first_failure(reading, status)
             if killer and killer not in self.sound:
-                process, reading = self.fork(_NONE, self.items(session, [[killer]]))
+                process, reading = self.fork(_NONE, self.items(session, [killer]))
                 self.sound[killer] = not first_failure(reading, os.waitpid(process, 0)[1])
             if self.sound.get(killer, True):
                 self.tell(number, killer)
@@ -262,18 +256,10 @@ class Mutants:
                 left.insert(0, number)
         return True
 
-    def named(self) -> list[str]:
-        """The tests that are named, those behind which are slower than the ones before."""
-        return [test for parts in self.pending.values() for part in parts for test in reversed(part) if "::" in test]
-
-    def items(self, session: pytest.Session, parts: Iterable[Iterable[str]]) -> list[pytest.Item]:
-        """Tests, and all tests of files, in this order, but for those that tell nothing."""
-        by_name: dict[str, list[pytest.Item]] = defaultdict(list)
-        for item in session.items:
-            by_name[item.nodeid].append(item)
-            by_name[item.nodeid.partition("::")[0]].append(item)
-        found = (item for part in parts for name in part for item in by_name[name])
-        return [item for item in dict.fromkeys(found) if self.sound.get(item.nodeid, True)]
+    def items(self, session: pytest.Session, tests: Iterable[str]) -> list[pytest.Item]:
+        """Tests in this order, but for those that tell nothing."""
+        by_name = {item.nodeid: item for item in session.items}
+        return [by_name[test] for test in tests if test in by_name and self.sound.get(test, True)]
 
     def fork(self, number: int, items: Sequence[pytest.Item]) -> tuple[int, int]:
         """Run tests without one check, until one fails, in a process of its own.
@@ -309,20 +295,28 @@ def first_failure(reading: int, status: int) -> str:
         return file.read() or (f"a process that ends with status {status}" if status else "")
 
 
-def leave_out(
-    folder: Path, pending: Mapping[int, list[list[str]]], jobs: int, tell: Callable[[int, str], None]
-) -> None:
+def leave_out(folder: Path, pending: Mapping[int, list[str]], jobs: int, tell: Callable[[int, str], None]) -> None:
     """Look for a test that fails without each check, and tell its name, or "" where there is none."""
     os.chdir(folder / "npu_fuse")
     os.environ |= environment(folder)
     sys.path.insert(0, str(folder))
     torch.set_num_threads(1)  # threads don't survive a fork
-    files = sorted({test.partition("::")[0] for parts in pending.values() for part in parts for test in part})
+    warm_up()
+    files = sorted({test.partition("::")[0] for tests in pending.values() for test in tests})
     mutants = Mutants(pending, jobs, tell)
     with silence():
         pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files], plugins=[mutants])
     if mutants.error is not None:
         raise mutants.error
+
+
+def warm_up() -> None:
+    """Import and register what a compilation needs, so that each process finds it there."""
+    import npu_fuse
+
+    with torch.no_grad():
+        torch.compile(torch.sin, backend=npu_fuse.Backend())(torch.ones(1))
+    torch._dynamo.reset()
 
 
 @contextlib.contextmanager
