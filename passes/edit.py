@@ -7,6 +7,7 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +65,15 @@ class Edit:
         self._replacements: list[tuple[fx.Node, fx.Node]] = []
         self._absorbed: set[fx.Node] = set()
         self._relaid: dict[fx.Node, Any] = {}
+
+    @cached_property
+    def _written(self) -> dict[str, Any]:
+        """Where the model wrote the site."""
+        return {key: value for key, value in self._origin.meta.items() if key in ORIGIN}
+
+    @cached_property
+    def _source(self) -> NodeSource:
+        return NodeSource(self._origin, "npu_fuse", NodeSourceAction.REPLACE)
 
     @property
     def created(self) -> frozenset[fx.Node]:
@@ -176,9 +186,9 @@ class Edit:
         with graph.inserting_after(self._anchor(inputs)):
             node = graph.call_function(function, args, kwargs)
         self._created.append(node)
-        node.meta.update({key: value for key, value in self._origin.meta.items() if key in ORIGIN})
+        node.meta.update(self._written)
         node.meta["npu_fuse"] = self._origin.name
-        node.meta["from_node"] = [NodeSource(self._origin, "npu_fuse", NodeSourceAction.REPLACE)]
+        node.meta["from_node"] = [self._source]
         node.meta["val"] = self.rewriter.fake(shaped_as or function, args, kwargs)
         self.rewriter.regions[node] = self._region
         return node
@@ -313,7 +323,7 @@ class Edit:
         while pending:
             node = min(pending)
             pending.remove(node)
-            if original(node.target) is node.target and not _NAMESPACES.match(str(node.target)):
+            if original(node.target) is node.target and not _NAMESPACES.match(values.name_of(node.target)):
                 return False
             try:
                 args, kwargs = fx.map_arg(

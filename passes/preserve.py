@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..patterns.preserved import ORIGINALS, original
@@ -57,7 +58,7 @@ def preserve(module: fx.GraphModule) -> fx.GraphModule:
     _library()
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    copy = fx.GraphModule(module, graph)
+    copy = _LazyGraphModule(module, graph)  # AOTAutograd interprets it
     copy.meta.update(module.meta)
     if torch._C._is_any_autocast_enabled() or any(_enters_autocast(node) for node in graph.nodes):
         return copy

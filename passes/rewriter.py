@@ -16,6 +16,7 @@ from ..runtime.sizes import Size, static_int
 from ..runtime.target import Target
 from .edit import ORIGIN, Edit, Refused, value_of
 from .effects import regions
+from .fakes import Fakes
 from .rewrites import Rewrites
 
 aten = torch.ops.aten
@@ -55,6 +56,7 @@ class Rewriter:
         self.has_convolutions = any(node.target is aten.convolution.default for node in self.graph.nodes)
         self.placeholders = list(self.graph.find_nodes(op="placeholder"))
         self.fake_mode = self._fake_mode()
+        self._fakes = Fakes(self.fake_mode)
         self.shared: dict[Hashable, fx.Node] = {}
         self.rewrites: Rewrites | None = None  # where they are kept, to be verified
         self.packed: dict[fx.Node, Hashable] = {}  # the form that a parameter's memory is to have
@@ -116,10 +118,7 @@ class Rewriter:
 
     def fake(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a function gives for the fake values of nodes. No guard is installed."""
-        args, kwargs = fx.map_arg((args, kwargs), value_of)
-        guards = self.fake_mode.shape_env
-        with self.fake_mode, guards.suppress_guards() if guards is not None else contextlib.nullcontext():
-            return function(*args, **kwargs)
+        return self._fakes(function, *fx.map_arg((args, kwargs), value_of))
 
     def insert(
         self,

@@ -34,6 +34,7 @@ class Canonicaliser:
         cuts: by number, what `tables` has found out of a value; it is costly, and all layers ask for the same.
         readings: what formulas of one structure read of their inputs, likewise.
         masks: the masks of the graph, likewise.
+        no_convolutions: nodes that are known to be none, nor what is done to one.
     """
 
     def __init__(self, pool: TermPool) -> None:
@@ -43,6 +44,7 @@ class Canonicaliser:
         self.cuts: dict[int, object] = {}
         self.readings: dict[Hashable, Any] = {}
         self.masks = Masks(self.numbers)
+        self.no_convolutions: set[fx.Node] = set()
         self._known: dict[Hashable, int] = {}
 
     def visit(self, node: fx.Node) -> Term:
@@ -81,14 +83,14 @@ class Canonicaliser:
     def _term(self, node: fx.Node) -> Term:
         if node.op != "call_function":
             return self.pool.leaf(node)
-        rule = RULES.get(node.target) or _BY_NAME.get(str(node.target))
+        rule = RULES.get(node.target) or _BY_NAME.get(values.name_of(node.target))
         if rule is not None and values.is_float(node):
             term = rule(self, node)
             if term is not None:
                 return term
         if not is_functional(node):
             return self.pool.leaf(node)
-        return self.pool.call(str(node.target), self.numbers[node])
+        return self.pool.call(values.name_of(node.target), self.numbers[node])
 
 
 def _hashable(value: object, numbers: Mapping[fx.Node, int]) -> Hashable:
@@ -152,7 +154,7 @@ def _addcmul(c: Canonicaliser, node: fx.Node) -> Term | None:
 def _getitem(c: Canonicaliser, node: fx.Node) -> Term | None:
     """Of a norm that is an op already: what it computes."""
     op, index = node.args
-    offset = _NORM_OPS.get(str(op.target)) if isinstance(op, fx.Node) else None
+    offset = _NORM_OPS.get(values.name_of(op.target)) if isinstance(op, fx.Node) else None
     if offset is None or index != 0 or not isinstance(op, fx.Node):
         return None
     x, gamma = (_argument(op, place, name) for place, name in enumerate(("input", "gamma")))
@@ -299,7 +301,7 @@ def _view(c: Canonicaliser, node: fx.Node) -> Term | None:
 def _waited(c: Canonicaliser, node: fx.Node) -> Term | None:
     """A sum or a mean over ranks, which is linear: numbers stand before it."""
     (reduced,) = node.args
-    if not isinstance(reduced, fx.Node) or str(reduced.target) != _ALL_REDUCE or reduced.kwargs:
+    if not isinstance(reduced, fx.Node) or values.name_of(reduced.target) != _ALL_REDUCE or reduced.kwargs:
         return None
     x, how, group = reduced.args
     count = ranks.size(group)

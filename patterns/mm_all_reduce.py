@@ -51,8 +51,8 @@ class MmAllReduce:
 
 def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | None:
     """Recognises the wait for a sum over ranks of a projection."""
-    reduced = node.args[0] if str(node.target) == _WAIT else None
-    if not isinstance(reduced, fx.Node) or str(reduced.target) != _ALL_REDUCE or reduced.kwargs:
+    reduced = node.args[0] if values.name_of(node.target) == _WAIT else None
+    if not isinstance(reduced, fx.Node) or values.name_of(reduced.target) != _ALL_REDUCE or reduced.kwargs:
         return None
     summed, how, group = reduced.args
     count = ranks.size(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ ORIGINALS: Mapping[str, Any] = {
 _BY_TARGET = {f"npu_fuse.{name}.default": op for name, op in ORIGINALS.items()}
 
 
+@cache
 def original(target: Any) -> Any:
     """The op that the model called, of an opaque one; any other target as it is."""
     return _BY_TARGET.get(str(target), target)

@@ -132,9 +132,12 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
         return _match_biased(node, value, c, findings)
     if not isinstance(value, Product):
         return None
-    if any(isinstance(factor, Call) and factor.name in (BARE, WEIGHTED) for factor, _ in value.factors):
-        return _match_gated(node, value, c, findings) or _match_norm(node, value, c, findings)
-    if any(exponent == -0.5 for _, exponent in value.factors):
+    names = {factor.name for factor, _ in value.factors if isinstance(factor, Call)}
+    if names & {BARE, WEIGHTED} and names & {*_ACTIVATIONS}:
+        gated = _match_gated(node, value, c, findings)
+        if gated is not None:
+            return gated
+    if BARE in names or any(exponent == -0.5 for _, exponent in value.factors):
         return _match_norm(node, value, c, findings)
     if any(exponent == -1 and isinstance(factor, Sum) for factor, exponent in value.factors):
         outside = _EPS_OUTSIDE.find(value, c.pool)

@@ -7,7 +7,8 @@ so that nothing here ever installs a guard.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ def storages(value: object) -> frozenset[int]:
     if isinstance(found, torch.Tensor):
         return frozenset({found.untyped_storage()._cdata})
     return frozenset().union(*map(storages, found)) if isinstance(found, (list, tuple)) else frozenset()
+
+
+@cache
+def name_of(target: Callable[..., Any] | str) -> str:
+    """The name of what a node calls, such as "aten.add.Tensor"."""
+    return str(target)
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, tracing
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..passes.agreement import ranks_differ
@@ -199,6 +200,7 @@ class Backend:
         """The graph with its fusions; on an internal failure, without what failed."""
         try:
             work, report = self._without_failures(module, compilation)
+            _LazyGraphModule.force_recompile(work)
             compilation.dump.report(report)
         except RanksDisagreeError:
             raise
@@ -243,7 +245,7 @@ class Backend:
             work = _copy(module)
             parameters = _by_placeholder(work.graph, compilation.parameters)
             if compilation.declarations is None:
-                compilation.declarations = Declarations(self.options.encoder_only, Owners(work.graph))
+                compilation.declarations = Declarations(self.options.encoder_only, Owners())
             try:
                 report = self._passed(work, parameters, compilation, compilation.declarations)
             except PartFailed as failure:
@@ -376,7 +378,7 @@ def _boxed_call(function: Compiled) -> Compiled:
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    return fx.GraphModule(module, graph)
+    return _LazyGraphModule(module, graph)  # whose code is made once, when nothing changes any more
 
 
 def _parameters(graph: fx.Graph) -> dict[int, torch.Tensor]:

@@ -58,7 +58,7 @@ class Declarations:
         """
         stack = tuple(key for key, _, _ in values.module_stack(node))
         if guard or stack not in self._known:
-            self._known[stack] = self._of(self._owners.of(node), guard=guard)
+            self._known[stack] = self._of(self._owners.of(node, sources=guard), guard=guard)
         return self._known[stack]
 
     def _of(self, owners: list[Owner], *, guard: bool) -> Declaration | None:

@@ -115,10 +115,12 @@ def told_by(target: object) -> Effect | None:
 
 def declared_writes(target: object) -> tuple[str, ...]:
     """The arguments that an op writes by its schema."""
-    schema = getattr(target, "_schema", None)
-    if schema is None:
-        return ()
-    return tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return _written_by(target) if isinstance(target, OpOverload) else ()
+
+
+@functools.cache
+def _written_by(op: OpOverload) -> tuple[str, ...]:
+    return tuple(a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def writes(target: object) -> tuple[str, ...]:

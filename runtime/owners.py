@@ -8,10 +8,10 @@ passes the guards, so whoever lets a graph depend on an attribute of an instance
 from __future__ import annotations
 
 import enum
-import functools
 import re
-from collections.abc import Iterator, Mapping
+import weakref
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 from torch import fx, nn
@@ -50,7 +50,7 @@ class Owner:
         """
         value = getattr(self.module, name, _ABSENT)
         if guard and self.source is not None:
-            install_guard(self.source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name)))
+            install_guard(self.source.make_guard(partial(GuardBuilder.HASATTR, attr=name)))
             if value is not _ABSENT:
                 # A string or a member of an enumeration may be an equal one; anything else is told by what it is.
                 equal = isinstance(value, (str, enum.Enum))
@@ -60,28 +60,35 @@ class Owner:
 
 
 class Owners:
-    """The owners of a graph's nodes.
+    """The owners of the nodes of the graph that Dynamo compiles; outside of a compilation no instance is known."""
 
-    Args:
-        graph: of Dynamo, or AOTAutograd's of one; outside of a compilation by Dynamo no instance is known.
-    """
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._known: Mapping[str, tuple[nn.Module, Source]] = {}
+    def __init__(self) -> None:
+        self._guarded: _Guarded | None = None
         self._compiled: Owner | None = None
+        self._modules: dict[str, nn.Module] = {}
         context, translator = TracingContext.try_get(), getattr(symbolic_convert.tls, "current_tx", None)
         if context is not None and translator is not None:
-            names = {name for node in graph.nodes for _, name, _ in values.module_stack(node)}
-            self._known = dict(_guarded(context, translator.output, names))
+            self._guarded = _Guarded(context, translator.output)
             self._compiled = _compiled(translator.output.root_tx)
+            if self._compiled is not None and self._compiled.module is not None:
+                self._modules = {str(id(module)): module for module in self._compiled.module.modules()}
 
-    def of(self, node: fx.Node) -> list[Owner]:
-        """The modules in whose `forward` a node was written, the innermost first, the compiled one last."""
+    def of(self, node: fx.Node, *, sources: bool = False) -> list[Owner]:
+        """The modules in whose `forward` a node was written, the innermost first, the compiled one last.
+
+        Args:
+            node: of the graph.
+            sources: whether the graph is to depend on them: only those that Dynamo guards on are known then, with their
+                sources. To look them up takes longer.
+        """
         owners = []
         for key, name, kind in reversed(values.module_stack(node)):
-            module, source = self._known.get(name, (None, None))
-            if str(id(module)) != key.partition("@")[0]:  # behind the @ stands which call of the module it is
-                module, source = None, None
+            identity = key.partition("@")[0]  # behind the @ stands which call of the module it is
+            module, source = (None if sources else self._modules.get(identity)), None
+            if module is None:
+                known = self._guarded.get(name) if self._guarded is not None else None
+                if known is not None and str(id(known[0])) == identity:
+                    module, source = known
             owners.append(Owner(values.plain_path(name), kind, module, source))
         compiled = self._compiled
         return owners if compiled is None or "" in {owner.path for owner in owners} else [*owners, compiled]
@@ -97,21 +104,39 @@ def _compiled(frame: Any) -> Owner | None:
     return None
 
 
-def _guarded(context: TracingContext, output: Any, names: set[str]) -> Iterator[tuple[str, tuple[nn.Module, Source]]]:
-    """The modules of some names that Dynamo has guards on.
+class _Guarded:
+    """The modules that Dynamo has guards on, by their names as in `nn_module_stack`.
+
+    Each is looked up when it is first asked for, as a model has many and few are. Dynamo's graph isn't kept alive.
 
     Args:
         context: of the compilation.
         output: Dynamo's OutputGraph.
-        names: as in `nn_module_stack`.
     """
-    guards = context.guards_context.dynamo_guards
-    # Guards on the state of torch have no name; nor have modules of an exported program.
-    sources = {_MODULES.sub(r".\2", guard.name): guard.originating_source for guard in guards if guard.name}
-    for name in names & sources.keys():
-        value = output.resolve_source_value(sources[name])
-        if isinstance(value, nn.Module):
-            yield name, (value, sources[name])
+
+    def __init__(self, context: TracingContext, output: Any) -> None:
+        self._guards = context.guards_context.dynamo_guards
+        self._output = weakref.ref(output)
+        self._known: dict[str, tuple[nn.Module, Source] | None] = {}
+
+    @cached_property
+    def _sources(self) -> dict[str, Source]:
+        # Guards on the state of torch have no name; nor have modules of an exported program.
+        named = (guard for guard in self._guards if guard.name)
+        return {_MODULES.sub(r".\2", guard.name): guard.originating_source for guard in named}
+
+    def get(self, name: str) -> tuple[nn.Module, Source] | None:
+        if name not in self._known:
+            self._known[name] = self._found(name)
+        return self._known[name]
+
+    def _found(self, name: str) -> tuple[nn.Module, Source] | None:
+        output = self._output()
+        source = self._sources.get(name) if output is not None else None
+        if source is None:
+            return None
+        value = output.resolve_source_value(source)
+        return (value, source) if isinstance(value, nn.Module) else None
 
 
 _MODULES = re.compile(r"""\._modules\[(['"])([^'"\]]+)\1\]""")  # which `nn_module_stack` writes as an attribute

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["Size", "is_contiguous", "known_equal", "known_same_shape", "known_true", "number_of", "static_int"]
+__all__ = ["Size", "is_contiguous", "known_equal", "known_same_shape", "known_true", "lies_in_order", "number_of", "static_int"]
 
 Size = int | torch.SymInt
 
@@ -46,10 +46,17 @@ def is_contiguous(tensor: torch.Tensor) -> bool:
 
     As in `torch.Tensor.is_contiguous`, the stride of a dim of size 1 doesn't matter, and an empty tensor is contiguous.
     """
-    if any(known_equal(size, 0) for size in tensor.shape):
+    return lies_in_order(tensor, range(tensor.dim()))
+
+
+def lies_in_order(tensor: torch.Tensor, order: Sequence[int]) -> bool:
+    """Whether `tensor.permute(order)` is contiguous, as above."""
+    sizes, strides = tensor.shape, tensor.stride()
+    if any(known_equal(size, 0) for size in sizes):
         return True
     expected: Size = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+    for axis in reversed(order):
+        size, stride = sizes[axis], strides[axis]
         if known_equal(size, 1):
             continue
         if not known_equal(stride, expected):

@@ -17,7 +17,7 @@ from ...patterns.attention import Attention
 from ...patterns.match import Match
 from ...patterns.movement import ROW_MAJOR_VIEWS, permutation
 from ...runtime.ops.contract import OpContract
-from ...runtime.sizes import is_contiguous, known_true
+from ...runtime.sizes import is_contiguous, known_true, lies_in_order
 from ..edit import Edit, Refused
 from .attention_mask import Masking, masking
 from .attention_ops import ATTENTION_OPS, AttentionOp, Layout
@@ -164,7 +164,7 @@ def _laid_out(node: fx.Node, layout: Layout, edit: Edit) -> fx.Node:
 def _lies_in(node: fx.Node, order: tuple[int, ...]) -> bool:
     value = values.tensor(node)
     assert value is not None
-    return is_contiguous(value.permute(order))
+    return lies_in_order(value, order)
 
 
 # The result -----------------------------------------------------------------------------------------------------------

@@ -74,8 +74,15 @@ class Output:
 
 def output(node: fx.Node, c: Canonicaliser) -> Output | None:
     """Reads a node as columns of a convolution; None where it is something else."""
-    if node.op != "call_function" or not values.is_float(node):
+    if node.op != "call_function" or node in c.no_convolutions or not values.is_float(node):
         return None
+    found = _read(node, c)
+    if found is None:
+        c.no_convolutions.add(node)
+    return found
+
+
+def _read(node: fx.Node, c: Canonicaliser) -> Output | None:
     found = _core(node, c)
     if found is not None:
         return found
