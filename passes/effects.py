@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 
 from ..patterns.functional import draws_numbers
 from ..runtime.collectives import is_collective, is_functional_collective
@@ -103,6 +103,13 @@ def _is_fused_collective(node: fx.Node) -> bool:
     return given.get(_GROUPS[schema.name]) is not None
 
 
+def _has_one_purity(target: object) -> bool:
+    """Whether the purity of a call is that of its op, whatever the arguments."""
+    if not isinstance(target, OpOverload) or target._schema.name in _GROUPS:
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags
+
+
 def regions(graph: fx.Graph) -> dict[fx.Node, int]:
     """Numbers the stretches of a graph: even between effects, where pure nodes may be reordered, odd for an effect.
 
@@ -110,9 +117,13 @@ def regions(graph: fx.Graph) -> dict[fx.Node, int]:
     """
     region = 0
     numbered = {}
+    pure: set[Any] = set()  # ops that are pure however they are called
     for node in graph.nodes:
-        passed = is_functional_collective(node.target) or _is_fused_collective(node)
-        effect = node.op not in ("placeholder", "output") and not passed and not is_pure(node)
+        effect = False
+        if node.op not in ("placeholder", "output") and node.target not in pure:
+            effect = not is_pure(node) and not is_functional_collective(node.target) and not _is_fused_collective(node)
+            if not effect and _has_one_purity(node.target):
+                pure.add(node.target)
         region += effect
         numbered[node] = region
         region += effect

@@ -102,7 +102,7 @@ def _recognise(graph: fx.Graph, rules: Sequence[Rule]) -> Findings:
         if node.op == "output":
             continue
         canonicaliser.visit(node)
-        for rule in rules:
+        for rule in rules if node.op == "call_function" else ():
             try:
                 found = rule.match(node, canonicaliser, findings)
                 if isinstance(found, Miss):

@@ -121,9 +121,10 @@ class _Guarded:
 
     @cached_property
     def _sources(self) -> dict[str, Source]:
-        # Guards on the state of torch have no name; nor have modules of an exported program.
-        named = (guard for guard in self._guards if guard.name)
-        return {_MODULES.sub(r".\2", guard.name): guard.originating_source for guard in named}
+        # Guards on the state of torch have no name; nor have modules of an exported program. Others have many.
+        sources = {guard.name: guard.originating_source for guard in self._guards}
+        named = {name: source for name, source in sources.items() if name and "._parameters[" not in name}
+        return {_MODULES.sub(r".\2", name): source for name, source in named.items()}
 
     def get(self, name: str) -> tuple[nn.Module, Source] | None:
         if name not in self._known:
