@@ -1,7 +1,7 @@
 """Fake results of calls, worked out once for all calls that look alike.
 
-The layers of a model are alike, and so are the calls that their rewriting makes. Asking torch what one gives costs a
-hundred times as much as making a fake tensor of a known form.
+The layers of a model are alike, and so are the calls that their rewriting makes. Asking torch what one gives takes many
+times as long as making a fake tensor of a known form.
 """
 
 from __future__ import annotations
@@ -15,12 +15,7 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-aten = torch.ops.aten
-
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-# What it gives depends on the memory behind its argument, too.
-_OF_MEMORY = frozenset({aten.as_strided.default})
 
 
 class _Unlike(Exception):  # noqa: N818  # no error
@@ -54,6 +49,10 @@ class _Made:
     device: torch.device
     view_of: int | None
 
+    @property
+    def is_static(self) -> bool:
+        return all(type(size) is int for size in (*self.shape, *self.stride, self.offset))
+
 
 @dataclass(frozen=True, slots=True)
 class _Several:
@@ -75,7 +74,7 @@ class Fakes:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
-        self._known: dict[Hashable, Any] = {}
+        self._known: dict[Hashable, _Recipe] = {}
 
     def __call__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a function gives that asks no more of tensors than their form."""
@@ -88,10 +87,9 @@ class Fakes:
         if known is not None:
             return self._made(known, tensors)
         result = self._asked(function, args, kwargs)
-        if function not in _OF_MEMORY:
-            symbols = {symbol for part in key if isinstance(part, sympy.Basic) for symbol in part.free_symbols}
-            with contextlib.suppress(_Unlike):
-                self._known[key] = _recipe(result, tensors, symbols)
+        symbols = {symbol for part in key if isinstance(part, sympy.Basic) for symbol in part.free_symbols}
+        with contextlib.suppress(_Unlike):
+            self._known[key] = _recipe(result, tensors, symbols)
         return result
 
     def _asked(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -107,7 +105,13 @@ class Fakes:
             return recipe.kind(self._made(part, tensors) for part in recipe.parts)
         if isinstance(recipe, _Given):
             return tensors[recipe.place]
-        with in_kernel_invocation_manager(self.mode), self._unguarded():
+        if recipe.is_static:
+            return self._tensor(recipe, tensors)
+        with self._unguarded():
+            return self._tensor(recipe, tensors)
+
+    def _tensor(self, recipe: _Made, tensors: Sequence[FakeTensor]) -> FakeTensor:
+        with in_kernel_invocation_manager(self.mode):
             if recipe.view_of is None:
                 bare = torch.empty_strided(recipe.shape, recipe.stride, dtype=recipe.dtype, device="meta")
             else:
@@ -115,7 +119,7 @@ class Fakes:
         return FakeTensor(self.mode, bare, recipe.device)
 
 
-def _form(value: Any, tensors: list[FakeTensor]) -> Iterator[Hashable]:
+def _form(value: Any, tensors: list[FakeTensor]) -> Iterator[Any]:
     """What tells arguments apart; collects the tensors among them.
 
     Raises:

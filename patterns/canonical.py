@@ -32,7 +32,7 @@ class Canonicaliser:
         terms: the term of each node: equal for values that are equal but for rounding and for axes of one in front.
         numbers: the number of each node: equal only for nodes that compute the same value by the same ops, bit for bit.
         cuts: by number, what `tables` has found out of a value; it is costly, and all layers ask for the same.
-        readings: what formulas of one structure read of their inputs, likewise.
+        readings: what rules have read, and would read again: by their own keys.
         masks: the masks of the graph, likewise.
         no_convolutions: nodes that are known to be none, nor what is done to one.
     """

@@ -91,6 +91,10 @@ class Findings:
         """All matches of a kind that stand."""
         return [match for match in self.matches.get(kind, {}).values() if match not in self.replaced]
 
+    def stands(self, match: Match) -> bool:
+        """Whether a match is one of those of its kind still."""
+        return self.at(match.kind, match.node) is match and match not in self.replaced
+
     def all(self) -> list[Match]:
         """All matches that stand, in graph order."""
         return sorted((match for kind in self.matches for match in self.of(kind)), key=lambda match: match.node)

@@ -150,6 +150,12 @@ def _strand(rope: Match, findings: Findings) -> _Strand:
     return _Strand(rope, norm, base, (*before, *after), before)
 
 
+def _origin(strand: _Strand) -> fx.Node:
+    """What both strands of a prologue come from: the x of their projections, or the tensor that they are cut from."""
+    projection = linear(strand.base)
+    return strand.base if projection is None else projection.x
+
+
 def _norm_at(node: fx.Node, findings: Findings) -> Match | None:
     """The norm whose result a node is, of one rank or of several."""
     return findings.at("rms_norm", node) or findings.at(tp_rms_norm.KIND, node)
@@ -192,10 +198,13 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
     if rope is None:
         return _match_called(node, c, findings)
     strand = _strand(rope, findings)
-    for other in reversed(findings.of("rope")):
-        if other is rope or other.params != rope.params or not qk_rope.same_rotation(rope, other, c):
+    earlier: list[_Strand] = c.readings.setdefault((KIND, _origin(strand)), [])
+    standing = [partner for partner in reversed(earlier) if findings.stands(partner.rope)]
+    earlier.append(strand)
+    for partner in standing:
+        other = partner.rope
+        if other.params != rope.params or not qk_rope.same_rotation(rope, other, c):
             continue
-        partner = _strand(other, findings)
         if partner.base is strand.base:
             return _fused(node, partner, strand, c, findings)
         if (pair := _projections(partner, strand)) is not None:

@@ -149,11 +149,12 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
 
 def _match_norm(node: fx.Node, value: Product, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
     """The norm itself, with or without its weight."""
-    near = _NEAR.find(value, c.pool)
-    if near is not None and (difference := _difference(near, c.pool)) is not None:
-        message, matched = difference
-        return Miss(KIND, node, message, place=near["square"], matched=matched)
     bound = NORM.find(value, c.pool)
+    if bound is None or isinstance(bound["x"], Sum):
+        near = _NEAR.find(value, c.pool)
+        if near is not None and (difference := _difference(near, c.pool)) is not None:
+            message, matched = difference
+            return Miss(KIND, node, message, place=near["square"], matched=matched)
     if bound is None:
         return None
     eps = bound["eps"]

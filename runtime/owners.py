@@ -19,6 +19,7 @@ from torch._dynamo import symbolic_convert
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, LocalSource
 from torch._guards import Source, TracingContext
+from torch.utils._pytree import tree_leaves
 
 from ..patterns import values
 
@@ -70,8 +71,9 @@ class Owners:
         if context is not None and translator is not None:
             self._guarded = _Guarded(context, translator.output)
             self._compiled = _compiled(translator.output.root_tx)
-            if self._compiled is not None and self._compiled.module is not None:
-                self._modules = {str(id(module)): module for module in self._compiled.module.modules()}
+            given = tree_leaves(translator.output.root_tx.f_locals)
+            roots = [value for value in given if isinstance(value, nn.Module)]
+            self._modules = {str(id(module)): module for root in roots for module in root.modules()}
 
     def of(self, node: fx.Node, *, sources: bool = False) -> list[Owner]:
         """The modules in whose `forward` a node was written, the innermost first, the compiled one last.
@@ -133,9 +135,9 @@ class _Guarded:
 
     def _found(self, name: str) -> tuple[nn.Module, Source] | None:
         output = self._output()
-        source = self._sources.get(name) if output is not None else None
-        if source is None:
+        if output is None or name not in self._sources:
             return None
+        source = self._sources[name]
         value = output.resolve_source_value(source)
         return (value, source) if isinstance(value, nn.Module) else None
 

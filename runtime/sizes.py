@@ -9,7 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["Size", "is_contiguous", "known_equal", "known_same_shape", "known_true", "lies_in_order", "number_of", "static_int"]
+__all__ = [
+    *("Size", "is_contiguous", "known_equal", "known_same_shape", "known_true", "lies_in_order", "number_of"),
+    "static_int",
+]
 
 Size = int | torch.SymInt
 
