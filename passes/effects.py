@@ -49,7 +49,7 @@ def is_pure(node: fx.Node) -> bool:
     if node.op == "call_method":
         return _is_pure_op(str(node.target))
     # torch knows what a schema writes, which ops draw numbers, and what is registered.
-    if node.op != "call_function" or node.is_impure(impure_random=draws_numbers(node)) or communicates(node):
+    if node.is_impure(impure_random=draws_numbers(node)) or communicates(node):
         return False
     known = hasattr(node.target, "_schema") or isinstance(node.target, HigherOrderOperator)
     return known or _is_pure_function(node)

@@ -19,7 +19,7 @@ from ..patterns import values
 from ..patterns.mask import Mask, classify
 from ..patterns.masks.integers import of_size
 from ..runtime.ops import CONTRACTS
-from ..runtime.ops.attention_layout import is_packed, sizes
+from ..runtime.ops.attention_layout import sizes
 from ..runtime.ops.attention_mask import BAND, COMPRESSED, DEFAULT_MASK, UNLIMITED
 from ..runtime.ops.contract import OpContract
 from ..runtime.sizes import known_equal
@@ -82,7 +82,7 @@ class FusedCall:
         layout, heads = self.arguments["input_layout"], self.arguments[_NAMES[self.contract.name].num_heads]
         query = values.tensor(self.arguments["query"])
         assert query is not None
-        return not is_packed(layout) and known_equal(sizes(query, layout, heads).tokens, 1)
+        return known_equal(sizes(query, layout, heads).tokens, 1)
 
 
 def fused_call(node: fx.Node) -> FusedCall | None:
@@ -95,10 +95,10 @@ def fused_call(node: fx.Node) -> FusedCall | None:
 
 
 def writes_its_result(node: fx.Node) -> bool:
-    """Whether a node calls such an op in the form that writes its result into a given tensor."""
+    """Whether a node, which is none of these calls, is one in the form that writes its result into a given tensor."""
     op = node.args[0] if node.target is auto_functionalized_v2 else node.target
     schema = getattr(op, "_schema", None)
-    return schema is not None and schema.name in _NAMES and bool(schema.overload_name)
+    return schema is not None and schema.name in _NAMES
 
 
 def described(call: FusedCall) -> str:
