@@ -22,6 +22,7 @@ import multiprocessing
 import platform
 import statistics
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -239,10 +240,17 @@ def _ratio(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def measure_model(model: str, cases: Sequence[str], seconds: float, rounds: int) -> list[Row]:
-    """All rows of a model, in this process."""
+    """All rows of a model, in this process; a case that fails has the error in its row."""
     torch.set_num_threads(1)
     module = MODELS[model].build()
-    return [measure(model, case, module, seconds, rounds) for case in cases_of(MODELS[model]) if case in cases]
+    rows = []
+    for case in (case for case in cases_of(MODELS[model]) if case in cases):
+        try:
+            rows.append(measure(model, case, module, seconds, rounds))
+        except Exception as error:
+            traceback.print_exc()
+            rows.append({"model": model, "case": case, "error": f"{type(error).__name__}: {error}"[:300]})
+    return rows
 
 
 # Telling ------------------------------------------------------------------------------------------------------------
@@ -250,6 +258,7 @@ def measure_model(model: str, cases: Sequence[str], seconds: float, rounds: int)
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """What is asked of the rows: how Inductor's time compares with ours."""
+    rows = [row for row in rows if "error" not in row]
     ratios = {case: [row["time"][HEADLINE] for row in rows if row["case"] == case] for case in _cases(rows)}
     return {
         "geometric mean": _mean([ratio for of in ratios.values() for ratio in of]),
@@ -271,6 +280,9 @@ def _mean(ratios: Sequence[float]) -> float | None:
 def _print(rows: Sequence[Row]) -> None:
     table = Table("model", "case", *(name for name, _, _ in _named()), "memory", "off by")
     for row in rows:
+        if "error" in row:
+            table.add_row(row["model"], row["case"], row["error"])
+            continue
         times = (f"{row['time'][name]:.2f}" for name, _, _ in _named())
         table.add_row(
             row["model"],
