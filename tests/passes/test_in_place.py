@@ -829,3 +829,20 @@ def test_parts_that_share_elements_are_not_written_at_once() -> None:
     put = (aten.slice_scatter.default, (0, 0, 3), (0, 2, 5))
     site, *_ = _in_one_buffer(lambda kv: (kv[:3], kv[2:5]), put, reads=False)
     assert site.reason == "it writes one buffer through two arguments"
+
+
+def test_arithmetic_on_a_new_value_stays_as_it_is() -> None:
+    assert ops(check(lambda x: x.sin() + 1, CACHE)) == ["sin", "add"]
+
+
+def test_what_a_fused_op_gives_is_a_new_value() -> None:
+    def model(x: Tensor, w: Tensor, at: Tensor, row: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+        y.index_copy_(0, at, row)
+        return y
+
+    x, w = torch.randn(4, 2, 6), torch.randn(6)
+    found = compiled(model, x, w, AT, ROW)
+    assert found.report.ops == {"npu::npu_rms_norm": 1}
+    assert "index_copy_" in ops(found)
+    torch.testing.assert_close(found.output, model(x, w, AT, ROW))
