@@ -64,7 +64,7 @@ def built(draw: Draw) -> Program:
     settings = {name: c.of(values) for name, values in _SETTINGS.items() if c.rarely(5)}
     if c.rarely(8):
         settings["disable"] = "{" + repr(c.of(("in_place", *KINDS))) + "}"
-    how = c.of(("recorded",) * 38 + ("Dynamo", "dynamic"))
+    how = c.of(("recorded",) * 88 + ("Dynamo",) * 7 + ("dynamic",))
     for step in draw.steps:
         b.step(_FRAGMENTS[step.name], Choices(step.data))
     names = [name for name in b.mains if c.number(4) != 3] or b.mains or list(b.pool)[-1:]

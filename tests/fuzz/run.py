@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -76,8 +75,8 @@ def main() -> None:
     start, total = time.time(), Shard()
     last = options.first + options.programs
     shards = [range(i, min(i + SHARD_SIZE, last)) for i in range(options.first, last, SHARD_SIZE)]
-    with ProcessPoolExecutor(options.jobs, get_context("spawn"), max_tasks_per_child=8) as pool:
-        for numbers, shard in zip(shards, pool.map(run_shard, shards), strict=True):
+    with get_context("spawn").Pool(options.jobs, maxtasksperchild=8) as pool:  # a process that compiles more grows
+        for numbers, shard in zip(shards, pool.imap(run_shard, shards), strict=True):
             total.ran += shard.ran
             total.sites += shard.sites
             total.torchs_own += shard.torchs_own
