@@ -105,9 +105,11 @@ def _recognise(graph: fx.Graph, rules: Sequence[Rule]) -> Findings:
         for rule in rules if node.op == "call_function" else ():
             try:
                 found = rule.match(node, canonicaliser, findings)
+                if found is None:
+                    continue
                 if isinstance(found, Miss):
                     findings.note(found)
-                elif found is not None:
+                else:
                     findings.add(found)
                     if rule.term is not None:
                         canonicaliser.terms[node] = rule.term(canonicaliser.pool, found, canonicaliser)
