@@ -1,7 +1,8 @@
 """Run time on a CPU: what is told of the rows, and what a call allocates at most."""
 
-import run_time
 import torch
+
+import run_time
 
 
 def row(model: str, case: str, ratio: float) -> dict:
