@@ -60,6 +60,7 @@ PURE = {
     "a method": call("mul", 2),
     "a method that gives a view": call("view", 3),
     "a packed parameter": call(pack, Tensor),
+    "a constant": fx.Graph().get_attr("constant"),
     "what an export asserts": call(aten._assert_tensor_metadata.default, Tensor),
 }
 IMPURE = {

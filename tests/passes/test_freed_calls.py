@@ -234,9 +234,12 @@ def test_a_whole_mask_that_is_given_is_refused() -> None:
     assert site(found).reason.startswith("the causal part of its mask can't be told from the rest: ")
 
 
-def test_a_query_of_one_token_has_no_future() -> None:
+@pytest.mark.parametrize(
+    "masked",
+    [{"atten_mask": torch.zeros(2, 1, 1, 7, dtype=torch.bool)}, {"atten_mask": COMPRESSED, "sparse_mode": 3}],
+)
+def test_a_query_of_one_token_has_no_future(masked: dict[str, Any]) -> None:
     tensors = batch(tokens=1)
-    masked = {"atten_mask": torch.zeros(2, 1, 1, 7, dtype=torch.bool)}
     found = compiled(Layer(lambda *t: batched(*t, **masked)), *tensors)
     torch.testing.assert_close(found.output, batched(*tensors, **masked))
     assert not [site for site in found.report.sites if site.kind == "encoder_only"]
