@@ -252,10 +252,12 @@ def test_a_new_tensor_whose_elements_share_memory_is_copied() -> None:
 
     assert ops(check(model, torch.randn(1, 6), torch.tensor([1]))) == ["sin", "index_copy"]
 
-    def copied(x: Tensor, at: Tensor, buffer: Tensor) -> None:
+    def copied(x: Tensor, at: Tensor, buffer: Tensor) -> Tensor:
         buffer.copy_(torch.index_copy(x.sin().expand(4, 6), 0, at, x))
+        return x.sum()
 
-    assert ops(check(copied, torch.randn(1, 6), torch.tensor([1]), torch.zeros(4, 6))) == ["sin", "index_copy", "copy_"]
+    found = check(copied, torch.randn(1, 6), torch.tensor([1]), torch.zeros(4, 6))
+    assert ops(found) == ["sin", "index_copy", "copy_", "sum"]
 
 
 def test_inputs_that_are_not_written_are_not_written() -> None:
