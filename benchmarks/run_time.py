@@ -221,6 +221,7 @@ def measure(model: str, case: str, module: nn.Module, seconds: float, rounds: in
     return {
         "model": model,
         "case": case,
+        "is_decoder": MODELS[model].is_decoder,
         "rounds": len(times["eager"]),
         "time": {name: round(_ratio(times[a], times[b]), 3) for name, a, b in _named()},
         "best_time": {name: round(min(times[a]) / min(times[b]), 3) for name, a, b in _named()},
@@ -263,7 +264,9 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "geometric mean": _mean([ratio for of in ratios.values() for ratio in of]),
         "geometric mean by case": {case: _mean(of) for case, of in ratios.items()},
-        "long masked prefill": _mean(ratios.get(LONG_MASKED, [])),
+        "long masked prefill": _mean(
+            [row["time"][HEADLINE] for row in rows if row["case"] == LONG_MASKED and row["is_decoder"]]
+        ),
         "slowest": min((ratio for of in ratios.values() for ratio in of), default=None),
         "memory, geometric mean": _mean([row["memory"][HEADLINE] for row in rows]),
     }

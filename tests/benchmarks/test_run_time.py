@@ -6,14 +6,16 @@ import run_time
 
 
 def row(model: str, case: str, ratio: float) -> dict:
-    return {"model": model, "case": case, "time": {run_time.HEADLINE: ratio}, "memory": {run_time.HEADLINE: 2.0}}
+    shown = {"model": model, "case": case, "is_decoder": model != "encoder"}
+    return {**shown, "time": {run_time.HEADLINE: ratio}, "memory": {run_time.HEADLINE: 2.0}}
 
 
 def test_means_are_geometric_and_rows_with_errors_are_left_out() -> None:
     rows = [row("a", run_time.LONG_MASKED, 2.0), row("b", run_time.LONG_MASKED, 0.5), row("a", "decode", 8.0)]
+    rows.append(row("encoder", run_time.LONG_MASKED, 1.0))
     told = run_time.summary([*rows, {"model": "b", "case": "decode", "error": "RuntimeError: no compiler"}])
-    assert told["geometric mean"] == 2.0
-    assert told["long masked prefill"] == 1.0
+    assert told["geometric mean"] == round(8 ** (1 / 4), 3)
+    assert told["long masked prefill"] == 1.0  # an encoder has no prefill
     assert told["geometric mean by case"] == {run_time.LONG_MASKED: 1.0, "decode": 8.0}
     assert told["slowest"] == 0.5
 
