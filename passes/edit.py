@@ -75,6 +75,10 @@ class Edit:
     def _source(self) -> NodeSource:
         return NodeSource(self._origin, "npu_fuse", NodeSourceAction.REPLACE)
 
+    def is_claimed(self, node: fx.Node) -> bool:
+        """Whether a node is part of the site."""
+        return node in self._claimed
+
     @property
     def created(self) -> frozenset[fx.Node]:
         """The nodes that are new."""

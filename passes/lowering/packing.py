@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -45,12 +45,40 @@ def taps_first(weight: fx.Node, edit: Edit) -> fx.Node:
     """The weight of a depthwise convolution, [channels, 1, width] or [channels, width], as [width, channels].
 
     Raises:
-        Refused: the weight is no parameter, or can't be moved.
+        Refused: the weight is no parameter, can't be moved, or is read elsewhere too, as it lies now.
     """
     if not edit.rewriter.pack_weights:
         raise Refused("its weight has the taps last and Options.pack_weights is off")
+    for reader in _readers(weight):
+        if not (edit.is_claimed(reader) or _takes_any_strides(reader)):
+            raise Refused(f"its weight is read elsewhere too, by {reader.target}, and would have other strides there")
     _claim([weight], transposed, "the convolution", edit)
     return edit.share((transposed, weight), lambda: edit.call(transposed, weight))
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads a node or a view of it."""
+    for user in node.users:
+        if user.target in _VIEWS:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+# Of any strides, unlike `view`.
+_VIEWS = frozenset(
+    {
+        *(aten.select.int, aten.slice.Tensor, aten.t.default, aten.transpose.int, aten.permute.default),
+        *(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default, aten.alias.default),
+    }
+)
+
+
+def _takes_any_strides(node: fx.Node) -> bool:
+    """Whether what a node gives, and how it lies, doesn't depend on how what it reads lies."""
+    if node.target is aten.clone.default:
+        return node.kwargs.get("memory_format") is torch.contiguous_format
+    return node.op == "output" or node.target in (transposed, aten.convolution.default)
 
 
 def _packed(weights: Sequence[fx.Node], edit: Edit) -> fx.Node:

@@ -450,3 +450,28 @@ def test_so_they_are_where_a_state_is_written() -> None:
     assert refusal(found, "causal_conv1d", joined) == (
         "the op and the copies around it are 3 launches, the model's are 2"
     )
+
+
+class ReadElsewhere(nn.Module):
+    """Uses the filter in another way too, or gives it back."""
+
+    def __init__(self, use: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.use = use
+        self.weight = nn.Parameter(drawn(C, 1, W))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return prefill(x, self.weight.squeeze(1), None), self.use(self.weight)
+
+
+@pytest.mark.parametrize("use", [lambda w: w.view(-1) * 2, lambda w: w[:, 0] + 1])
+def test_a_filter_that_is_read_elsewhere_too_stays_where_it_is(use: Callable[[Tensor], Tensor]) -> None:
+    """Moved, it has no such view, and what is computed of it has other strides."""
+    model, x = ReadElsewhere(use), drawn(B, 5, C).transpose(1, 2)
+    with torch.no_grad():
+        wanted = model(x)
+    found = compiled(model, x)
+    assert "its weight is read elsewhere too, by aten." in reason(found)
+    for value, expected in zip(found.output, wanted, strict=True):
+        assert same(value, expected)
+        assert value.stride() == expected.stride()
