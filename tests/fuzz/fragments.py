@@ -291,6 +291,8 @@ def glu(b: Builder, c: Choices) -> None:
     if c.rarely(4):
         others = ("F.silu({}.float())", "F.relu({})", "{0}.float().sigmoid() * {0}", "F.silu({}, inplace=True)")
         activation = c.of(others)
+    if "gelu" in activation and not b.of(gate).isfinite().all():
+        activation = "F.silu({})"  # torch's own gelu of infinity is NaN or not, by the type and place of the element
     active = b.let(activation.format(gate))
     y = b.let(c.of((f"{active} * {up}", f"{up} * {active}", f"({active} * {up}).to({dtype})")))
     if c.rarely(3):
