@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._functorch._aot_autograd.descriptors import SubclassGetAttrAOTInput
 from torch.nn import functional as F  # noqa: N812  # its usual name
 
 from helpers import compiled, refusal
@@ -255,6 +256,13 @@ def test_a_result_of_another_type_than_the_gate_is_refused() -> None:
     assert "the model computes in torch.float64" in refusal(found, "glu", finer)
     wide = {"params.dtype": torch.float32, "params.steps": frozenset()}
     assert refusal(found, "glu", wide) == "its result is torch.float32 for a gate of torch.float16"
+
+
+def test_parts_of_a_tensor_subclass_are_not_packed() -> None:
+    found = compiled(Separate(), torch.randn(3, 16))
+    for node in found.before.graph.find_nodes(op="placeholder"):
+        node.meta["desc"] = SubclassGetAttrAOTInput(node.meta["desc"], "_local_tensor")
+    assert refusal(found, "glu").startswith("a weight of its projections is a DTensor")
 
 
 def test_weights_with_gaps_are_not_packed() -> None:
