@@ -140,7 +140,8 @@ def _repeated(node: fx.Node, times: int, edit: Edit) -> fx.Node:
         batch, heads, tokens, head_dim = edit.sizes(node)
         by_head = edit.call(aten.unsqueeze.default, node, 2)
         repeated = edit.call(aten.expand.default, by_head, [batch, heads, times, tokens, head_dim])
-        return edit.view(edit.contiguous(repeated), [batch, -1, tokens, head_dim])
+        all_heads = heads * times if isinstance(heads, int) else -1  # which an empty batch would leave open
+        return edit.view(edit.contiguous(repeated), [batch, all_heads, tokens, head_dim])
 
     return edit.share(("repeated", node, times), make)
 

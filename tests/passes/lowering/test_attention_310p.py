@@ -73,3 +73,10 @@ def test_bfloat16_is_refused() -> None:
     (site,) = [site for site in found.report.sites if site.kind == "attention"]
     assert site.status == "refused"
     assert "bfloat16" in site.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_an_empty_batch_is_no_failure(dtype: torch.dtype) -> None:
+    inputs = [x[:0] for x in heads(dtype=dtype)]
+    found = compiled(lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True), *inputs, target=TARGET)
+    assert found.output.shape == inputs[0].shape
