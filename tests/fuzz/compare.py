@@ -66,7 +66,7 @@ def check(model: Model, arguments: Arguments, settings: Mapping[str, Any], how: 
     """
     backend = Backend(strict=True, **settings)
     arguments, wanted = _wanted(model, arguments, how)
-    differences = partial(_differences, model, arguments, how, wanted)
+    differences = partial(_differences, model, arguments, how, wanted, settings.get("numerics") == "exact")
     try:
         found = _calls(model, backend, arguments, how)
     except Exception as error:
@@ -77,8 +77,7 @@ def check(model: Model, arguments: Arguments, settings: Mapping[str, Any], how: 
         if any(one.startswith("raises") for one in own):
             return Outcome(Report(), own)
         raise MismatchError(f"raises {type(error).__name__}: {error}") from error
-    exact, packs = settings.get("numerics") == "exact", settings.get("pack_weights", True)
-    all_told = differences(found, exact=exact, packs=packs)
+    all_told = differences(found, packs=settings.get("pack_weights", True))
     if not all_told:
         return Outcome(backend.report)
     own = _alone(model, arguments, how, differences)
@@ -152,8 +151,8 @@ def _differences(
     arguments: Arguments,
     how: How,
     wanted: Sequence[Call],
+    exact: bool,
     found: Sequence[Call],
-    exact: bool = False,
     packs: bool = False,
 ) -> list[str]:
     all_told: list[str] = []

@@ -26,7 +26,7 @@ def differences(forward: Forward, other: Forward, dtype: torch.dtype = torch.flo
         return (torch.randn(3, 8, generator=torch.Generator().manual_seed(seed)).to(dtype),)
 
     wanted, found = (_calls(model(of), None, arguments, "recorded") for of in (forward, other))
-    return _differences(model(forward), arguments, "recorded", wanted, found)
+    return _differences(model(forward), arguments, "recorded", wanted, False, found)
 
 
 def norm(x: Tensor, eps: float = 1e-6) -> Tensor:
