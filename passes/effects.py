@@ -104,10 +104,8 @@ def _is_fused_collective(node: fx.Node) -> bool:
 
 
 def _has_one_purity(target: object) -> bool:
-    """Whether the purity of a call is that of its op, whatever the arguments."""
-    if not isinstance(target, OpOverload) or target._schema.name in _GROUPS:
-        return False
-    return torch.Tag.nondeterministic_seeded not in target.tags
+    """Whether calls are alike in whether they are borders, whatever the arguments: of a collective none is one."""
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def regions(graph: fx.Graph) -> dict[fx.Node, int]:

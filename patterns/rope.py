@@ -19,6 +19,7 @@ from . import values
 from .bilinear import SUMS, Formula, Read, Readings, formulas, read
 from .canonical import Canonicaliser
 from .match import Findings, Match, Miss
+from .movement import ROW_MAJOR_VIEWS, source
 from .spelling import Spelling, spell
 from .tables import merged
 
@@ -74,7 +75,7 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
     """Recognises a node as a rotation of x, or the narrowing cast of one."""
     if values.is_float_cast(node):
         return _match_cast(node, c, findings)
-    if node.target not in _ROOTS or not values.is_float(node):
+    if node.target not in _ROOTS or not values.is_float(node) or _is_seen_again(node, findings):
         return None
     near: Miss | None = None
     matched: Match | None = None
@@ -85,6 +86,14 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
         elif isinstance(result, Miss):
             near = near or result
     return matched or near
+
+
+def _is_seen_again(node: fx.Node, findings: Findings) -> bool:
+    """Whether a node is a rotation that is known, under another name: a result of its own, perhaps, in one memory."""
+    if node.target not in ROW_MAJOR_VIEWS:
+        return False
+    below = source(node)
+    return findings.at(KIND, below) is not None and values.same_shape(values.shape(node), values.shape(below))
 
 
 def _takes_pairs_apart(match: Match) -> bool:

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from helpers import compiled, refusal
 from npu_fuse import Target
 from npu_fuse.passes.launches import count_launches
-from npu_fuse.runtime.ops.host_attention import BANDED_ATTENTION
+from npu_fuse.runtime.ops.host_attention import BANDED_ATTENTION, CPU_ATTENTION
 
 OP = "aten.scaled_dot_product_attention.default"
 HOST = Target("host")
@@ -232,6 +232,30 @@ def test_causal_within_segments_is_the_flag_and_the_mask() -> None:
     found = compiled(model, *inputs, target=HOST)
     assert kernel_call(found) == (True, (2, 1, 6, 6))
     assert torch.allclose(found.output, model(*inputs), atol=1e-6)
+
+
+def test_causal_within_chunks_is_the_flag_and_the_mask() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        place = torch.arange(q.shape[2])
+        return sdpa(q, k, v, causal(q) & (place[:, None] // 2 == place // 2))
+
+    inputs = heads()
+    found = compiled(model, *inputs, target=HOST)
+    assert kernel_call(found) == (True, (1, 1, 6, 6))
+    assert torch.allclose(found.output, model(*inputs), atol=1e-6)
+
+
+def test_a_window_that_grows_with_the_tokens_is_the_flag_and_the_mask() -> None:
+    def model(x: Tensor) -> Tensor:
+        q, k, v = x.unbind()
+        place = torch.arange(q.shape[2])
+        return sdpa(q, k, v, causal(q) & (place[:, None] - place < q.shape[2] - 3))
+
+    x = torch.stack(heads())
+    torch._dynamo.mark_dynamic(x, 3)
+    found = compiled(model, x, target=HOST)
+    assert [site.op for site in found.report.sites if site.kind == "attention"] == [CPU_ATTENTION.name]
+    assert torch.allclose(found.output, model(x), atol=1e-6)
 
 
 def test_layers_share_one_mask() -> None:

@@ -45,6 +45,22 @@ def test_interleaved_pairs() -> None:
     torch.testing.assert_close(found.output, interleaved(x, cos, sin))
 
 
+@pytest.mark.parametrize("again", [lambda y: y.view(y.shape), lambda y: y.reshape(y.shape), lambda y: y])
+def test_a_rotation_that_is_given_twice_is_computed_once(again) -> None:
+    def twice(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        y = interleaved(x, cos, sin)
+        return y, again(y)
+
+    x = torch.randn(2, 3, 5, 16)
+    cos, sin = (t[None, None] for t in tables(5, 16, doubled=False))
+    found = compiled(twice, x, cos, sin)
+    assert found.report.ops == {"npu::npu_rotary_mul": 1}
+    first, second = found.output
+    assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    torch.testing.assert_close(first, interleaved(x, cos, sin))
+    torch.testing.assert_close(second, first)
+
+
 def test_partial_rotation_passes_the_rest() -> None:
     def partial(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.cat((half(x[..., :8], cos, sin), x[..., 8:]), -1)
