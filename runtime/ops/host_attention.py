@@ -122,7 +122,7 @@ def _refuse_on_cpu(
             return f"attn_mask is {dtype_name(attn_mask.dtype)} (it may be {dtype_name(query.dtype)})"
         whole = (batch, heads, tokens, key.shape[2])
         if attn_mask.dim() != 4 or not all(
-            known_equal(size, 1) or known_equal(size, of) for size, of in zip(attn_mask.shape, whole, strict=True)
+            known_equal(size, 1) or known_equal(size, of) for size, of in zip(attn_mask.shape, whole, strict=False)
         ):
             return f"attn_mask {shape_text(attn_mask.shape)} does not spread over {shape_text(whole)}"
     return f"dropout_p is {dropout_p} (nothing is dropped in inference)" if dropout_p else None

@@ -148,6 +148,16 @@ def test_equal_calls_are_one_value_unless_they_are_registered() -> None:
     assert len(set(_numbers(torch.ops.npu_fuse_test_passes.tell))) == 4
 
 
+def test_of_two_calls_of_an_op_only_the_one_that_draws_numbers_is_a_border() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    attention = aten.scaled_dot_product_attention.default
+    plain, drops = (graph.call_function(attention, (x, x, x, None, dropout)) for dropout in (0.0, 0.5))
+    graph.output((plain, drops))
+    numbered = regions(graph)
+    assert (numbered[plain], numbered[drops]) == (0, 1)
+
+
 def test_no_stretch_goes_across_a_registered_op() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")

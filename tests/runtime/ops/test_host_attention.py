@@ -59,6 +59,7 @@ def on_cpu(**changes):
         (on_cpu(query=torch.ones(2, 4, 3, 6)), "another batch or head_dim than query [2, 4, 3, 6]"),
         (on_cpu(query=torch.ones(2, 3, 3, 8)), "query has 3 heads, no multiple of key's 2"),
         (on_cpu(attn_mask=torch.ones(2, 4, 3, 5).bool()), "attn_mask is bool (it may be float32)"),
+        (on_cpu(attn_mask=torch.ones(2, 4)), "attn_mask [2, 4] does not spread over [2, 4, 3, 5]"),
         (on_cpu(attn_mask=torch.ones(3, 5)), "attn_mask [3, 5] does not spread over [2, 4, 3, 5]"),
         (on_cpu(attn_mask=torch.ones(2, 1, 3, 4)), "attn_mask [2, 1, 3, 4] does not spread over [2, 4, 3, 5]"),
         (on_cpu(dropout_p=0.1), "dropout_p is 0.1"),
