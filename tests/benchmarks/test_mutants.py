@@ -85,6 +85,12 @@ def test_a_check_that_is_off_refuses_nothing_and_the_others_do(judge, off: int, 
         assert (judge(other, *arguments) == "fused") is not refuses
 
 
+def test_each_check_has_a_test_that_fails_without_it() -> None:
+    known = load()
+    without = [check.key for check in checks.checks() if not known.get(check.key)]
+    assert not without, 'say `make mutants`, or `make mutants ARGS="tests/…"` of the tests that are meant to'
+
+
 def test_these_tests_are_there() -> None:
     named: dict[str, set[str]] = {}
     for test in filter(None, load().values()):
