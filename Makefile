@@ -85,14 +85,14 @@ lint: $(CPU)/.package
 clean:
 	rm -rf $(CPU) $(NPU) $(SERVING) build fuzz-failures npu_fuse.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# What each environment holds besides the package itself.
+# What each environment holds besides the package itself. Most of these modules are never imported, so pip compiles none.
 $(CPU)/.requirements: REQUIREMENTS := '.[dev,demo,bench,mlir]'
 $(NPU)/.requirements: REQUIREMENTS := '.[dev,npu,bench]'
 $(SERVING)/.requirements: REQUIREMENTS := '.[dev,serving]'
 
 $(CPU)/.requirements $(NPU)/.requirements $(SERVING)/.requirements: %/.requirements: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $*
-	$*/bin/pip install --quiet --constraint constraints.txt $(REQUIREMENTS)
+	$*/bin/pip install --quiet --no-compile --constraint constraints.txt $(REQUIREMENTS)
 	touch $@
 
 $(SERVING)/.frameworks: $(SERVING)/.requirements

@@ -183,7 +183,7 @@ def test_the_signature_is_the_functions():
     for function in (Draft(), torch.compile(Draft())):
         assert "input_embeds" in inspect.signature(GraphRunner(function)).parameters
     with pytest.raises(ValueError, match="'input_embed' is no parameter; known: input_embeds"):
-        GraphRunner(Draft(), inputs={"input_embed": None})
+        GraphRunner(Draft(), inputs={"input_embed": InputSpec("tokens")})
     with pytest.raises(TypeError, match="4 arguments for the 3 parameters input_ids"):
         GraphRunner(Draft())(1, 2, 3, 4)
     with pytest.raises(TypeError, match="'embeds' is given but no parameter"):
