@@ -70,9 +70,9 @@ def compile_once(layers: int, backend: Callable[..., Any], *, dynamic: bool) -> 
     return time.process_time() - start
 
 
-def ours(layers: int, *, dynamic: bool, inner: str = "eager") -> dict[str, float]:
+def ours(layers: int, *, dynamic: bool) -> dict[str, float]:
     """Seconds of our passes for each site that became an op, and their share of the whole compilation."""
-    backend = Timed(strict=True, inner=inner)
+    backend = Timed(strict=True)
     whole = compile_once(layers, backend, dynamic=dynamic)
     report: Report = backend.report
     lowered = sum(site.status == "lowered" for site in report.sites)
@@ -138,10 +138,7 @@ def main() -> None:
             row |= {"ours": ours(layers, dynamic=dynamic), "inductor": inductors(layers, dynamic=dynamic)}
             rows.append(row)
             print(told(row), flush=True)
-    with_inductor = ours(28, dynamic=False, inner="inductor")
-    share = with_inductor["seconds"] / with_inductor["whole"]
-    print(f"static, 28 layers, with Inductor behind: {share:.1%} of the compilation")
-    RESULTS.write_text(json.dumps({"rows": rows, "with_inductor": with_inductor}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from ..passes.rewrites import Rewrites, SiteKey
 from ..passes.views.dump import Dump
 from ..passes.withheld import NOTHING, PartFailed, Withheld
 from .cache import cached, folder_of
+from .collector import paused_collector
 from .declarations import Declarations
 from .effects import register_known
 from .graphs.errors import CaptureError
@@ -199,8 +200,9 @@ class Backend:
     def _optimised(self, module: fx.GraphModule, compilation: Compilation) -> fx.GraphModule:
         """The graph with its fusions; on an internal failure, without what failed."""
         try:
-            work, report = self._without_failures(module, compilation)
-            _LazyGraphModule.force_recompile(work)
+            with paused_collector():
+                work, report = self._without_failures(module, compilation)
+                _LazyGraphModule.force_recompile(work)
             compilation.dump.report(report)
         except RanksDisagreeError:
             raise
