@@ -141,7 +141,7 @@ def test_nothing_is_captured_on_a_cpu() -> None:
         compiled = torch.compile(model, backend=inductor(graphs={}, strict=False))
         with pytest.warns(UserWarning, match="runs without capture: on a CPU, kernels of Inductor"):
             compiled(x)
-        assert torch.allclose(model.calls, x.sum() + torch.arange(4))
+        assert torch.allclose(model.calls, x.sum() + torch.arange(4), atol=1e-5)
         torch._dynamo.reset()
         with pytest.raises(Exception, match="kernels of Inductor") as raised:
             torch.compile(model, backend=inductor(graphs={}))(x)
