@@ -24,26 +24,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import npu_fuse
 from equivalents import EQUIVALENTS, HIDDEN, INTERMEDIATE, matcher
 from npu_fuse.passes.report import Report
 from peers import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
+from timed import Timed
 
 RESULTS = Path(__file__).parent / "results" / "compile_time.json"
 LAYERS = (2, 8, 28, 32, 64, 128)
-
-
-class Timed(npu_fuse.Backend):
-    """A backend that takes the processor's time of its passes."""
-
-    passes = 0.0
-
-    def _optimised(self, *arguments: Any) -> fx.GraphModule:
-        start = time.process_time()
-        try:
-            return super()._optimised(*arguments)
-        finally:
-            self.passes += time.process_time() - start
 
 
 def model(layers: int) -> torch.nn.Module:

@@ -19,13 +19,11 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import fx
 
 import npu_fuse
 import npu_fuse.patterns
@@ -33,6 +31,7 @@ from kinds import KINDS, Kind
 from measure import TARGETS
 from models import MODELS
 from results import Row, load, save
+from timed import Timed
 
 __all__ = ["ACCEPT", "GOLDEN", "Difference", "differences", "measured", "recorded", "table"]
 
@@ -61,24 +60,11 @@ WIDTH = 120  # of the table
 GREW = 1.5  # a share that grew by less is one of another day
 
 
-class _Timed(npu_fuse.Backend):
-    """Takes the processor's time of its passes."""
-
-    passes = 0.0
-
-    def _optimised(self, *arguments: Any) -> fx.GraphModule:
-        start = time.process_time()
-        try:
-            return super()._optimised(*arguments)
-        finally:
-            self.passes += time.process_time() - start
-
-
 def measured(model: str, phase: str) -> Row:
     """The numbers of one model in one phase, in bfloat16 on the CPU's graph, for an Ascend 910B."""
     torch._dynamo.reset()
     module = MODELS[model].build(torch.bfloat16)
-    backend = _Timed(strict=True, target=TARGETS["cpu"])
+    backend = Timed(strict=True, target=TARGETS["cpu"])
     with torch.no_grad():
         inputs = MODELS[model].inputs(module, phase)
         compiled = torch.compile(module, backend=backend)
