@@ -54,11 +54,12 @@ Lowering = Callable[[Match, Edit], OpContract]
 
 # Larger kinds first: what they take is not lowered again.
 LOWERINGS: Mapping[str, Lowering] = {
-    paged_attention_pattern.KIND: paged_attention.lower,
-    attention_pattern.KIND: attention.lower,
     latent_cache_write_pattern.KIND: latent_cache_write.lower,
     qkv_pattern.KIND: qkv.lower,
     qk_rope_pattern.KIND: qk_rope.lower,
+    # Behind what gives q and k, in whose layout it takes them.
+    paged_attention_pattern.KIND: paged_attention.lower,
+    attention_pattern.KIND: attention.lower,
     norm_quant_pattern.KIND: norm_quant.lower,
     norm_cast_pattern.KIND: norm_cast.lower,
     mm_all_reduce_pattern.KIND: mm_all_reduce.lower,

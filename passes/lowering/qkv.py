@@ -80,8 +80,8 @@ class Prologue:
         match, p, edit, leading = self.match, self.params, self.edit, self.tables.leading
         fused = edit.op(contract, **arguments(self))
         q, k, v = (edit.item(fused, index) for index in range(3))
-        edit.replace(match.inputs["rotated_q"], _in_layout(q, p.q.layout, leading, edit))
-        edit.replace(match.inputs["rotated_k"], _in_layout(k, p.k.layout, leading, edit))
+        edit.replace(match.inputs["rotated_q"], _in_layout(q, p.q.layout, leading, edit), any_layout=True)
+        edit.replace(match.inputs["rotated_k"], _in_layout(k, p.k.layout, leading, edit), any_layout=True)
         if p.style == "separate":
             edit.replace(match.inputs["v"], edit.view(v, [*leading, p.k.layout.width]))
         if p.gate is not None:

@@ -93,3 +93,18 @@ def test_the_op_and_the_logits(name: str, dynamic: bool | None) -> None:
     assert report.count("qkv", **(expected.qkv or {})) == (0 if expected.qkv is None else 2)
     bound = 1e-4 if expected.dtype == torch.float32 else 0.1
     torch.testing.assert_close(logits, wanted, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("name", ["glm4", "phi3"])
+def test_a_head_of_which_a_part_is_rotated_is_not_copied_for_attention(name: str) -> None:
+    """The model puts the parts together, in memory of its own; the op that gives q and k doesn't have to."""
+    model, ids = build(name, torch.bfloat16), prompt()
+    backend = npu_fuse.Backend(strict=True, keep_graphs=True)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(input_ids=ids, use_cache=False)
+    ((_, after),) = backend.graphs
+    calls = [node for node in after.graph.nodes if "infer_attention_score" in str(node.target)]
+    assert len(calls) == 2
+    copied = [n for call in calls for n in call.args[:2] if n.target is torch.ops.aten.clone.default]
+    assert not copied

@@ -94,6 +94,28 @@ def test_tables_are_widened_once_for_all_layers() -> None:
     assert sum(target == "aten.stack.default" for target in found.targets()) == 2
 
 
+def test_tables_that_each_layer_makes_anew_are_made_once() -> None:
+    def layer(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # as GLM has it
+        cos, sin = (table[..., :8].repeat_interleave(2, -1) for table in (cos, sin))
+        return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+    def layers(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return layer(x, cos, sin), layer(y, cos, sin)
+
+    def layers_of_two_angles(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return layer(x, cos, sin), layer(y, cos.neg(), sin)
+
+    inputs = (*(torch.randn(2, 3, 5, 16) for _ in range(2)), *(t[None, None] for t in tables(5, 16)))
+    for function, others in ((layers, 0), (layers_of_two_angles, 1)):
+        found = compiled(function, *inputs)
+        assert found.report.ops == {"npu::npu_rotary_mul": 2}
+        read = [node.args[1:3] for node in found.after.graph.nodes if "npu_rotary_mul" in str(node.target)]
+        assert len({cos for cos, _ in read}) == 1 + others
+        assert len({sin for _, sin in read}) == 1
+        for result, wanted in zip(found.output, function(*inputs), strict=True):
+            torch.testing.assert_close(result, wanted)
+
+
 def test_an_axis_too_long_for_the_kernel_is_refused() -> None:
     x = torch.randn(1, 2, 3, 896)
     cos, sin = (t[None, None] for t in tables(3, 896))
