@@ -35,7 +35,7 @@ import handwritten
 import npu_fuse
 from fake import on_fake
 from measure import TARGETS
-from npu_fuse.passes.launches import count_bytes, count_launches
+from npu_fuse.passes.launches import cost
 from npu_fuse.runtime.cli.calls import calls
 from peers import LITERAL, NPUGRAPH_EX, PEERS, Literal, through_npugraph_ex
 from results import DEVICES, Row, load, save
@@ -83,7 +83,8 @@ def with_patterns(module: fx.GraphModule, patterns: Iterable[Literal]) -> fx.Gra
 
 def moved(who: str, graph: fx.Graph) -> Moved:
     """Launches and bytes of a graph."""
-    return Counter({(who, "launches"): count_launches(graph), (who, "bytes"): count_bytes(graph)})
+    found = cost(graph)
+    return Counter({(who, "launches"): found.launches, (who, "bytes"): found.bytes})
 
 
 def of_depth(model: str, phase: str, device: str, layers: int) -> Moved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from .effects import is_pure
+from .effects import purity
 
 
 def cleanup(module: fx.GraphModule) -> None:
@@ -17,6 +17,7 @@ def cleanup(module: fx.GraphModule) -> None:
 
 def erase_dead(graph: fx.Graph) -> None:
     """Erases unused pure nodes."""
+    is_pure = purity()
     for node in reversed(graph.nodes):
         if not node.users and is_pure(node):
             graph.erase_node(node)

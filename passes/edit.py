@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from ..patterns import values
+from ..patterns.movement import permutation, source
 from ..patterns.preserved import original
 from ..runtime.effects import declared_writes
 from ..runtime.ops.contract import Lacking, OpContract
 from ..runtime.sizes import is_contiguous
-from .effects import is_pure
 from .layout import inverse, is_laid_by_convolution, laid_alike, physical_order, same_layout
 from .rewrites import Rewrite
 
@@ -73,7 +73,11 @@ class Edit:
 
     @cached_property
     def _source(self) -> NodeSource:
-        return NodeSource(self._origin, "npu_fuse", NodeSourceAction.REPLACE)
+        origin = self._origin
+        source = NodeSource(None, "npu_fuse", NodeSourceAction.REPLACE)
+        source.node_info = NodeSource.NodeInfo(origin.name, str(origin.target), id(origin.graph))
+        source.from_node = origin.meta.get("from_node", [])  # given the node, it would copy all of them
+        return source
 
     def is_claimed(self, node: fx.Node) -> bool:
         """Whether a node is part of the site."""
@@ -258,6 +262,10 @@ class Edit:
         return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def permuted(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
+        """The axes of a node in an order; of what is permuted already, in one step or none."""
+        before = permutation(node)
+        if before is not None:
+            node, order = source(node), [before[axis] for axis in order]
         return node if list(order) == sorted(order) else self.call(aten.permute.default, node, list(order))
 
     def sizes(self, node: fx.Node) -> list[int | fx.Node]:
@@ -348,9 +356,9 @@ class Edit:
     def _restore_layout(self, new: fx.Node, wanted: torch.Tensor) -> fx.Node:
         """A copy of `new` with its axes in memory in the order of `wanted`: where that is dense, with its strides."""
         order = physical_order(wanted)
-        dense = self.call(aten.permute.default, new, order)
+        dense = self.permuted(new, order)
         dense = self.call(aten.clone.default, dense, memory_format=torch.contiguous_format)
-        return self.call(aten.permute.default, dense, inverse(order))
+        return self.permuted(dense, inverse(order))
 
     def commit(self) -> None:
         """Puts the replacements in force.
@@ -371,23 +379,12 @@ class Edit:
         for old, new in self._replacements:
             own = set(self._created)
             old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)  # noqa: B023  # used at once
-            self.rewriter._replaced[old] = new
-            self._follow_views(old, new)
+            self.rewriter.moved(old, new)
         for node, value in self._relaid.items():
             node.meta["val"] = value
         for node in sorted({*self._claimed, *olds}, reverse=True):
-            if not node._erased and not node.users and (is_pure(node) or node in self._absorbed):
+            if not node._erased and not node.users and (self.rewriter.is_pure(node) or node in self._absorbed):
                 self.rewriter.graph.erase_node(node)
-
-    def _follow_views(self, old: fx.Node, new: fx.Node) -> None:
-        """Views of what is replaced are now views of what replaces it."""
-        lay = values.storages(old) - values.storages(new)
-        pending = list(new.users)
-        while pending:
-            node = pending.pop()
-            if lay & values.storages(node) and is_pure(node):
-                node.meta["val"] = self.rewriter.fake(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
-                pending.extend(node.users)
 
     def _make_room(self, old: fx.Node, new: fx.Node) -> None:
         """Moves the users of `old` that stand before `new`, and all that depends on them, behind it."""
@@ -398,7 +395,7 @@ class Edit:
             node = pending.pop()
             if node in own:
                 raise Refused("an input of the fused op depends on its result")
-            if not is_pure(node):
+            if not self.rewriter.is_pure(node):
                 raise Refused(f"{node.target}, which has side effects, uses its result before that could be computed")
             movers.add(node)
             pending.extend(user for user in node.users if user not in movers and (user < new or user in own))

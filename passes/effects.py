@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
-from ..patterns.functional import draws_numbers
+from ..patterns.functional import OncePerOp, draws_numbers, may_draw
 from ..runtime.collectives import is_collective, is_functional_collective
 from ..runtime.effects import declared_writes
 from ..runtime.ops import CONTRACTS
@@ -53,6 +53,11 @@ def is_pure(node: fx.Node) -> bool:
         return False
     known = hasattr(node.target, "_schema") or isinstance(node.target, HigherOrderOperator)
     return known or _is_pure_function(node)
+
+
+def purity() -> OncePerOp:
+    """`is_pure`, to be asked about the nodes of one graph."""
+    return OncePerOp(is_pure, lambda op: _has_one_purity(op) and op._schema.name not in _GROUPS)
 
 
 def _is_pure_function(node: fx.Node) -> bool:
@@ -105,7 +110,7 @@ def _is_fused_collective(node: fx.Node) -> bool:
 
 def _has_one_purity(target: object) -> bool:
     """Whether calls are alike in whether they are borders, whatever the arguments: of a collective none is one."""
-    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded not in target.tags
+    return isinstance(target, OpOverload) and not may_draw(target)
 
 
 def regions(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -85,7 +85,9 @@ def free(rewriter: Rewriter, findings: Findings, declarations: Declarations, *, 
     layers += [_Recognised(match) for match in findings.of(attention.KIND) if match.node not in in_calls]
     layers.sort(key=lambda layer: layer.node)
     unseen = list(_unseen(rewriter.graph, findings, [layer.node for layer in layers], declarations))
-    return [*(o for layer in layers for o in _outcome(layer, rewriter, declarations, disabled)), *unseen]
+    outcomes = [o for layer in layers for o in _outcome(layer, rewriter, declarations, disabled)]
+    rewriter.settle_views()
+    return [*outcomes, *unseen]
 
 
 def _outcome(layer: _Layer, rewriter: Rewriter, declarations: Declarations, disabled: bool) -> Iterator[Outcome]:

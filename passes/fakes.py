@@ -15,7 +15,9 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = frozenset(
+    (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
 
 
 class _Unlike(Exception):  # noqa: N818  # no error
@@ -79,10 +81,12 @@ class Fakes:
     def __call__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a function gives that asks no more of tensors than their form."""
         tensors: list[FakeTensor] = []
+        told: list[Any] = [function]
         try:
-            key = (function, *_form((args, kwargs), tensors), *_memories(tensors))
+            _form((args, kwargs), tensors, told)
         except _Unlike:
             return self._asked(function, args, kwargs)
+        key = (*told, *_memories(tensors))
         known = self._known.get(key)
         if known is not None:
             return self._made(known, tensors)
@@ -119,8 +123,8 @@ class Fakes:
         return FakeTensor(self.mode, bare, recipe.device)
 
 
-def _form(value: Any, tensors: list[FakeTensor]) -> Iterator[Any]:
-    """What tells arguments apart; collects the tensors among them.
+def _form(value: Any, tensors: list[FakeTensor], told: list[Any]) -> None:
+    """Adds to `told` what tells arguments apart, and to `tensors` the tensors among them.
 
     Raises:
         _Unlike: nothing does.
@@ -129,20 +133,20 @@ def _form(value: Any, tensors: list[FakeTensor]) -> Iterator[Any]:
     if kind is FakeTensor:
         _refuse_unusual(value)
         tensors.append(value)
-        yield from (kind, value.dtype, value.fake_device, value.dim())
-        yield from map(_number, (*value.shape, *value.stride(), value.storage_offset()))
-    elif isinstance(value, (list, tuple)):
-        yield from (kind, len(value))
-        for item in value:
-            yield from _form(item, tensors)
-    elif isinstance(value, dict):
-        yield from (kind, *value)
-        for item in value.values():
-            yield from _form(item, tensors)
+        told += (kind, value.dtype, value.fake_device, value.dim())
+        told += map(_number, (*value.shape, *value.stride(), value.storage_offset()))
     elif kind in _PLAIN:
-        yield from (kind, value)  # as 1, 1.0 and True are equal
+        told += (kind, value)  # as 1, 1.0 and True are equal
+    elif isinstance(value, (list, tuple)):
+        told += (kind, len(value))
+        for item in value:
+            _form(item, tensors, told)
+    elif isinstance(value, dict):
+        told += (kind, *value)
+        for item in value.values():
+            _form(item, tensors, told)
     elif kind is torch.SymInt:
-        yield from (kind, _number(value))
+        told += (kind, _number(value))
     else:
         raise _Unlike
 

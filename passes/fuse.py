@@ -60,6 +60,7 @@ def fuse(
                 rewriter.graph.lint()
         except Exception as error:
             raise PartFailed(Part(FUSE, kind)) from error
+    rewriter.settle_views()
     _settle(sites)
     return [site for _, site in sorted(placed, key=lambda item: item[0])]
 

@@ -32,7 +32,7 @@ from .kinds import IN_PLACE
 from .layout import same_layout
 from .report import Site
 from .rewriter import Rewriter
-from .writes import PUTS, Write, view_of, write
+from .writes import PUTS, Write, may_copy, view_of, write
 
 aten = torch.ops.aten
 
@@ -50,13 +50,16 @@ def put_back(rewriter: Rewriter) -> list[Site]:
         A site for each write into an input of the graph that costs a copy of it, or did.
     """
     erase_dead(rewriter.graph)  # what fusions have left reads nothing
-    return list(_InPlace(rewriter).run())
+    epilogues = _epilogues(rewriter.graph)
+    if not epilogues and not any(map(may_copy, {node.target for node in rewriter.graph.nodes})):
+        return []
+    return list(_InPlace(rewriter, epilogues).run())
 
 
 class _InPlace:
-    def __init__(self, rewriter: Rewriter) -> None:
+    def __init__(self, rewriter: Rewriter, epilogues: dict[fx.Node, fx.Node]) -> None:
         self.rewriter = rewriter
-        self.epilogues = _epilogues(rewriter.graph)
+        self.epilogues = epilogues
         part_inputs(rewriter, frozenset(self.epilogues))
         self.roots = _roots(rewriter.graph)
         # Scatters that put a value where it lies by now.

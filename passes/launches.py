@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from ..runtime.ops.attention_mask import COMPRESSED
 from ..runtime.sizes import number_of
@@ -29,30 +32,59 @@ def is_launch(node: fx.Node) -> bool:
         return False
     if isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return False
-    schema = getattr(node.target, "_schema", None)
-    return schema is None or not any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return not isinstance(node.target, OpOverload) or not _is_view(node.target)
 
 
-def count_launches(graph: fx.Graph) -> int:
-    """The launches of a graph."""
-    return sum(map(is_launch, graph.nodes))
+@functools.cache
+def _is_view(op: OpOverload) -> bool:
+    """Whether an op gives an argument, or a part of one, by its schema."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
 
 
-def count_bytes(graph: fx.Graph) -> int:
-    """What the launches of a graph read and write, each tensor once a launch, at the sizes it was compiled for."""
-    return sum(_bytes(node) for node in graph.nodes if is_launch(node))
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a graph costs.
+
+    Args:
+        launches: its kernels.
+        bytes: what these read and write, each tensor once a launch, at the sizes that the graph was compiled for.
+    """
+
+    launches: int
+    bytes: int
 
 
-def _bytes(node: fx.Node) -> int:
+def cost(graph: fx.Graph) -> Cost:
+    """Counts the launches of a graph, and their bytes."""
+    launches = list(filter(is_launch, graph.nodes))
+    sizes = _Sizes()
+    return Cost(len(launches), sum(_bytes(node, sizes) for node in launches))
+
+
+class _Sizes:
+    """The bytes of nodes' values, worked out once; 0 of what is no tensor."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, int] = {}
+
+    def __call__(self, node: fx.Node) -> int:
+        known = self._known.get(node)
+        if known is None:
+            value = node.meta.get("val")
+            known = self._known[node] = _size(value) if isinstance(value, torch.Tensor) else 0
+        return known
+
+
+def _bytes(node: fx.Node, sizes: _Sizes) -> int:
     given = node.meta.get("val")
-    results = [value for value in (given if isinstance(given, (list, tuple)) else [given]) if value is not None]
-    read = [source.meta.get("val") for source in node.all_input_nodes]
+    results = given if isinstance(given, (list, tuple)) else ()
+    read = node.all_input_nodes
     if node.target in _LOOKUPS:
-        read[0] = given
+        read = [node, *read[1:]]
     if node.kwargs.get("sparse_mode") in COMPRESSED:  # a few tiles of the mask are read, however large it is
         mask = node.kwargs.get("atten_mask")
-        read = [value for source, value in zip(node.all_input_nodes, read, strict=True) if source is not mask]
-    return sum(_size(value) for value in (*results, *read) if isinstance(value, torch.Tensor))
+        read = [source for source in read if source is not mask]
+    return sum(map(sizes, (node, *read))) + sum(_size(value) for value in results if isinstance(value, torch.Tensor))
 
 
 def _size(value: torch.Tensor) -> int:

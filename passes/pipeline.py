@@ -27,7 +27,7 @@ from .encoder_only import Outcome, free
 from .fuse import FUSE, fuse
 from .in_place import put_back
 from .kinds import ENCODER_ONLY, IN_PLACE, REPEATED
-from .launches import count_bytes, count_launches
+from .launches import cost
 from .lowering import LOWERINGS, Lowering
 from .preserve import preserve, restore
 from .ranges import add_ranges
@@ -138,7 +138,8 @@ def optimise(
         PartFailed: a part raised; the graph is not to be used.
     """
     dump.stage("aot", module)
-    report = Report(launches_before=count_launches(module.graph), bytes_before=count_bytes(module.graph))
+    before = cost(module.graph)
+    report = Report(launches_before=before.launches, bytes_before=before.bytes)
     report.left_out = {str(part): traceback for part, traceback in withheld.parts.items()}
     rewriter = Rewriter(
         module,
@@ -186,7 +187,8 @@ def optimise(
     on_host = HOST_CONTRACTS if target.soc == "host" else ()
     ops = {contract.op: contract.name for contract in (*flow.contracts.values(), *on_host)}
     report.ops = Counter(ops[node.target] for node in module.graph.nodes if node.target in ops)
-    report.launches_after, report.bytes_after = count_launches(module.graph), count_bytes(module.graph)
+    after = cost(module.graph)
+    report.launches_after, report.bytes_after = after.launches, after.bytes
     if options.profile_ranges:
         add_ranges(module.graph, ops.keys())
         module.recompile()

@@ -60,4 +60,5 @@ def merge(rewriter: Rewriter, *, disabled: bool) -> list[Site]:
         else:
             site.status = "lowered"
         sites.append(site)
+    rewriter.settle_views()
     return sites

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,11 +12,12 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..patterns import values
 from ..runtime.options import Numerics
 from ..runtime.sizes import Size, static_int
 from ..runtime.target import Target
 from .edit import ORIGIN, Edit, Refused, value_of
-from .effects import regions
+from .effects import purity, regions
 from .fakes import Fakes
 from .rewrites import Rewrites
 
@@ -49,6 +51,7 @@ class Rewriter:
         self.pack_weights = pack_weights
         self.numerics = numerics
         self.regions = regions(self.graph)
+        self.is_pure = purity()
         self.effects: dict[int, list[fx.Node]] = {}  # by region
         for node, region in self.regions.items():
             if region % 2:
@@ -61,6 +64,7 @@ class Rewriter:
         self.rewrites: Rewrites | None = None  # where they are kept, to be verified
         self.packed: dict[fx.Node, Hashable] = {}  # the form that a parameter's memory is to have
         self._replaced: dict[fx.Node, fx.Node] = {}
+        self._left: frozenset[int] = frozenset()  # memory that a replaced value lay in
         self._symbols = self._symbol_nodes()
 
     def _fake_mode(self) -> FakeTensorMode:
@@ -76,6 +80,20 @@ class Rewriter:
             if isinstance(value, torch.SymInt):
                 symbols.setdefault(value.node.expr, node)
         return symbols
+
+    def moved(self, old: fx.Node, new: fx.Node) -> None:
+        """Notes that a node stands for another from now on, and holds its value."""
+        self._replaced[old] = new
+        self._left |= values.storages(old) - values.storages(new)
+
+    def settle_views(self) -> None:
+        """Ends a pass: views of what was replaced, which say the old memory so far, say that of what replaces it."""
+        moved = set(self._replaced.values()) if self._left else set()
+        for node in self.graph.nodes if moved else ():
+            if self._left & values.storages(node) and moved.intersection(node.all_input_nodes) and self.is_pure(node):
+                node.meta["val"] = self.fake(node.target, node.args, node.kwargs)
+                moved.add(node)
+        self._left = frozenset()
 
     def current(self, node: fx.Node) -> fx.Node:
         """The node that now stands for `node`."""
@@ -118,6 +136,8 @@ class Rewriter:
 
     def fake(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a function gives for the fake values of nodes. No guard is installed."""
+        if function is operator.getitem and isinstance(args[0], fx.Node):
+            return args[0].meta["val"][args[1]]
         return self._fakes(function, *fx.map_arg((args, kwargs), value_of))
 
     def insert(

@@ -91,6 +91,13 @@ def write(node: fx.Node) -> Write | None:
     return None if mutating is None else _functional(node, node.target, mutating)
 
 
+def may_copy(target: object) -> bool:
+    """Whether a call of an op may be a write that begins with a copy of what it would write."""
+    if target in SCATTERS or target is torch.ops.higher_order.auto_functionalized_v2:
+        return True
+    return isinstance(target, OpOverload) and (target.overloadpacket in _COPYING or _mutating(target) is not None)
+
+
 def view_of(node: fx.Node, base: torch.Tensor, rewriter: Rewriter) -> torch.Tensor:
     """The part of a base that one of `PUTS` replaces."""
     if node.target is aten.copy.default:

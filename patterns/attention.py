@@ -87,7 +87,7 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
         return _called(node, call, c)
     if is_fusion_attention(node):
         return _fused(node, c)
-    if node.target in _WHOLE_LAYERS:
+    if node.target in WHOLE_LAYERS:
         return Miss(KIND, node, _WHOLE_LAYER, (str(node.target),), matched=3)
     if is_matmul(node) and values.is_float(node):
         return _written_out(node, c)
@@ -95,7 +95,7 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
 
 
 # What torch's own layers call where they can.
-_WHOLE_LAYERS = frozenset({aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default})
+WHOLE_LAYERS = frozenset({aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default})
 _WHOLE_LAYER = "{} is a whole layer, whose parts torch.backends.mha.set_fastpath_enabled(False) brings to light"
 
 

@@ -19,7 +19,7 @@ from ..runtime.sizes import Size, known_equal, static_int
 from . import values
 from .canonical import Canonicaliser
 from .match import Findings
-from .movement import PERMUTATIONS, Sizes, concrete, is_movement, permutation, source
+from .movement import COPIES, PERMUTATIONS, VIEWS, Sizes, concrete, is_movement, permutation, source
 
 aten = torch.ops.aten
 
@@ -33,6 +33,8 @@ _UNWRITTEN = frozenset({aten.empty_like.default, aten.new_empty.default, aten.em
 _SCALINGS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 _DIFFERENCES = frozenset({aten.rsub.Scalar, aten.sub.Tensor})
 _COMPLEX_VIEWS = frozenset({aten.view_as_complex.default, aten.view_as_real.default})
+# What only moves or negates, but for a cast, a factor of -1, and a part of several.
+_MOVES = _JOINING | _WRITES | _COMPLEX_VIEWS | VIEWS | COPIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Readings:
 
 def formulas(root: fx.Node, c: Canonicaliser, findings: Findings) -> Iterator[Formula]:
     """The ways to read a node as the root of a sum of products, the one with the nearest x first."""
-    products = _products(root, findings)
+    products = _products(root, c, findings)
     if products is None:
         return
     origins = {factor: _moved_from(factor) for product in products for factor in tensor_inputs(product)}
@@ -111,9 +113,7 @@ def _is_linear(node: fx.Node) -> bool:
 def _is_moved(node: fx.Node) -> bool:
     """True for a node that only moves, negates or casts the elements of its inputs."""
     return (
-        node.target in _JOINING
-        or node.target in _WRITES
-        or node.target in _COMPLEX_VIEWS
+        node.target in _MOVES
         or _is_scaled(node)
         or is_movement(node)
         or values.is_float_cast(node)
@@ -135,8 +135,9 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     return [n for n in inputs if not isinstance(n.meta.get("val"), torch.SymInt)]
 
 
-def _products(root: fx.Node, findings: Findings) -> tuple[fx.Node, ...] | None:
+def _products(root: fx.Node, c: Canonicaliser, findings: Findings) -> tuple[fx.Node, ...] | None:
     """The products that the root adds up; None where there are none near."""
+    crowded: set[fx.Node] = c.readings.setdefault(_CROWDED, set())
     seen: set[fx.Node] = set()
     products: set[fx.Node] = set()
     pending = [root]
@@ -145,14 +146,19 @@ def _products(root: fx.Node, findings: Findings) -> tuple[fx.Node, ...] | None:
         if node in seen or findings.at("rms_norm", node) is not None:
             continue
         seen.add(node)
+        if len(seen) > _LIMIT or node in crowded:
+            crowded.add(root)
+            return None
         if node.target is aten.mul.Tensor and len(tensor_inputs(node)) == 2:
             products.add(node)
         elif _is_linear(node):
             pending.extend(tensor_inputs(node))
-        if len(seen) > _LIMIT:
-            return None
     enough = len(products) >= 2 or any(map(values.is_complex, products))
     return tuple(sorted(products)) if enough else None
+
+
+# The nodes behind which there are too many, such as the sums of a residual stream.
+_CROWDED = "crowded"
 
 
 def _moved_from(node: fx.Node) -> set[fx.Node]:

@@ -18,7 +18,7 @@ from ..runtime import ranks
 from ..runtime.effects import writes
 from ..runtime.sizes import static_int
 from . import values
-from .functional import is_functional
+from .functional import OncePerOp, is_functional, may_draw
 from .mask import Masks
 from .term import Call, Product, Sum, Term, TermPool
 
@@ -34,6 +34,8 @@ class Canonicaliser:
         cuts: by number, what `tables` has found out of a value; it is costly, and all layers ask for the same.
         readings: what rules have read, and would read again: by their own keys.
         masks: the masks of the graph, likewise.
+        is_functional: of nodes of the graph.
+        convolutions: the sums over windows that are known.
         no_convolutions: nodes that are known to be none, nor what is done to one.
     """
 
@@ -44,15 +46,25 @@ class Canonicaliser:
         self.cuts: dict[int, object] = {}
         self.readings: dict[Hashable, Any] = {}
         self.masks = Masks(self.numbers)
+        self.is_functional = OncePerOp(is_functional, lambda op: not may_draw(op))
+        self.convolutions: set[fx.Node] = set()
         self.no_convolutions: set[fx.Node] = set()
         self._known: dict[Hashable, int] = {}
+        self._first: dict[int, fx.Node] = {}
 
     def visit(self, node: fx.Node) -> Term:
         """Computes and keeps the term and the number of a node whose inputs have been visited."""
-        self.numbers[node] = self._number(node)
-        term = self.terms[node] = self._term(node)
-        self._forget_written(node)
+        is_functional = node.op == "call_function" and self.is_functional(node)
+        number = self.numbers[node] = self._number(node, is_functional)
+        self._first.setdefault(number, node)
+        term = self.terms[node] = self._term(node, is_functional)
+        if not is_functional:
+            self._forget_written(node)
         return term
+
+    def first(self, node: fx.Node) -> fx.Node:
+        """The first node that computes the same as one: for all that read it to be made of one tensor."""
+        return self._first.get(self.numbers[node], node)
 
     def _forget_written(self, node: fx.Node) -> None:
         """After a write into a tensor, whatever shares its storage is another value than before."""
@@ -67,9 +79,8 @@ class Canonicaliser:
                 self.terms[other] = self.pool.call("written", self.pool.leaf(node), self.pool.leaf(other))
                 self.numbers[other] = self._known.setdefault((node, other), len(self._known))
 
-    def _number(self, node: fx.Node) -> int:
-        computed = node.op == "call_function" and is_functional(node)
-        key: Hashable = (node.target, _hashable((node.args, node.kwargs), self.numbers)) if computed else node
+    def _number(self, node: fx.Node, is_functional: bool) -> int:
+        key: Hashable = (node.target, _hashable((node.args, node.kwargs), self.numbers)) if is_functional else node
         return self._known.setdefault(key, len(self._known))
 
     def of(self, value: object) -> Term:
@@ -80,15 +91,15 @@ class Canonicaliser:
             return self.pool.number(value)
         return self.pool.call("argument", _hashable(value, self.numbers))
 
-    def _term(self, node: fx.Node) -> Term:
+    def _term(self, node: fx.Node, is_functional: bool) -> Term:
         if node.op != "call_function":
             return self.pool.leaf(node)
-        rule = RULES.get(node.target) or _BY_NAME.get(values.name_of(node.target))
+        rule = _rule(node.target)
         if rule is not None and values.is_float(node):
             term = rule(self, node)
             if term is not None:
                 return term
-        if not is_functional(node):
+        if not is_functional:
             return self.pool.leaf(node)
         return self.pool.call(values.name_of(node.target), self.numbers[node])
 
@@ -97,9 +108,9 @@ def _hashable(value: object, numbers: Mapping[fx.Node, int]) -> Hashable:
     if isinstance(value, fx.Node):
         return ("value", numbers[value])
     if isinstance(value, (list, tuple)):
-        return tuple(_hashable(v, numbers) for v in value)
+        return tuple([_hashable(v, numbers) for v in value])
     if isinstance(value, dict):
-        return tuple((k, _hashable(v, numbers)) for k, v in sorted(value.items()))
+        return tuple([(k, _hashable(v, numbers)) for k, v in sorted(value.items())])
     if isinstance(value, slice):
         return ("slice", *(_hashable(v, numbers) for v in (value.start, value.stop, value.step)))
     if isinstance(value, (bool, int, float)):
@@ -301,7 +312,7 @@ def _view(c: Canonicaliser, node: fx.Node) -> Term | None:
 def _waited(c: Canonicaliser, node: fx.Node) -> Term | None:
     """A sum or a mean over ranks, which is linear: numbers stand before it."""
     (reduced,) = node.args
-    if not isinstance(reduced, fx.Node) or values.name_of(reduced.target) != _ALL_REDUCE or reduced.kwargs:
+    if not isinstance(reduced, fx.Node) or values.name_of(reduced.target) != ALL_REDUCE or reduced.kwargs:
         return None
     x, how, group = reduced.args
     count = ranks.size(group)
@@ -315,7 +326,7 @@ def _waited(c: Canonicaliser, node: fx.Node) -> Term | None:
     return c.pool.mul(c.pool.call("all_reduce", rest, group), c.pool.number(share))
 
 
-_ALL_REDUCE, _WAIT = "_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default"
+ALL_REDUCE, WAIT = "_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default"
 
 
 def _clamp(low: tuple[int, str] | None, high: tuple[int, str] | None) -> OpRule:
@@ -348,7 +359,7 @@ def _gelu(c: Canonicaliser, node: fx.Node) -> Term | None:
 
 
 # Ops of frameworks, and of torch.distributed, which may not be there.
-_BY_NAME: Mapping[str, OpRule] = {"vllm_ir.rms_norm.default": _vllm_norm, _WAIT: _waited}
+_BY_NAME: Mapping[str, OpRule] = {"vllm_ir.rms_norm.default": _vllm_norm, WAIT: _waited}
 RULES: Mapping[Any, OpRule] = {
     aten._to_copy.default: _cast,
     torch.ops.prims.convert_element_type.default: _cast,
@@ -392,3 +403,12 @@ RULES: Mapping[Any, OpRule] = {
     aten.relu.default: _activation("relu"),
     aten.gelu.default: _gelu,
 }
+
+
+def _rule(target: Callable[..., Any] | str) -> OpRule | None:
+    return RULES.get(target) or _BY_NAME.get(values.name_of(target))
+
+
+def has_rule(target: Callable[..., Any] | str) -> bool:
+    """Whether calls of an op may be anything but opaque."""
+    return _rule(target) is not None

@@ -24,18 +24,14 @@ class Captured:
     Args:
         inputs: the nodes of the captured values, by name, in their narrowest type.
         cone: the nodes between them and the recognised value.
+        active: of these nodes those that compute something, or round.
         spelling: how it is computed from them.
     """
 
     inputs: dict[str, fx.Node]
     cone: Cone
+    active: tuple[fx.Node, ...]
     spelling: Spelling
-
-    @property
-    def active(self) -> list[fx.Node]:
-        """The nodes that compute something, or round."""
-        nodes = [n for n in self.cone.nodes if values.tensor(n) is not None]
-        return [n for n in nodes if computes(n) or values.is_rounding(n)]
 
     @property
     def steps(self) -> frozenset[torch.dtype]:
@@ -59,8 +55,9 @@ def captured(
         None where `root` doesn't compute its value from nodes of these terms; a miss where it does, but one of them is
         computed in two ways that may differ in the last bits.
     """
-    cone = walk(root, lambda n: c.terms[n] in terms.values())
-    if cone is None or any(c.terms[n] not in terms.values() for n in cone.inputs):
+    stops = set(terms.values())
+    cone = walk(root, lambda n: c.terms[n] in stops)
+    if cone is None or any(c.terms[n] not in stops for n in cone.inputs):
         return None
     inputs: dict[str, fx.Node] = {}
     for name, term in terms.items():
@@ -73,7 +70,9 @@ def captured(
     whole = walk(root, lambda n: c.numbers[n] in numbers)
     if spelling is None or whole is None:
         return Miss(kind, root, "{} computed twice, and not alike", (" or ".join(inputs) + " is",), matched=4)
-    return Captured(inputs, whole, spelling)
+    tensors = (n for n in whole.nodes if values.tensor(n) is not None)
+    active = tuple(n for n in tensors if computes(n) or values.is_rounding(n))
+    return Captured(inputs, whole, active, spelling)
 
 
 def _origin(node: fx.Node, c: Canonicaliser) -> fx.Node:

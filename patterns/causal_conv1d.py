@@ -18,8 +18,8 @@ from . import values
 from .canonical import Canonicaliser
 from .cone import computes, walk
 from .conv.call import call, called
-from .conv.move import move
-from .conv.output import Output, convolution_difference, output
+from .conv.move import TURNS, move
+from .conv.output import Output, convolution_difference, may_be_core, output
 from .conv.state import Write, columns_of, kept, tail, write, writes_near
 from .conv.track import Piece, Roles, Source
 from .match import Findings, Match, Miss
@@ -112,10 +112,10 @@ class CausalConv1d:
 
 def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
     """Recognises the result of a convolution, or what is kept behind one that is known."""
-    if node.op != "call_function" or not values.is_float(node):
-        return None
     if (calls := _match_call(node)) is not None:
         return calls
+    if not (c.convolutions or may_be_core(node)) or not values.is_float(node):
+        return None  # there is none yet that it could be the result of, or be kept behind
     found = _match_output(node, c) if _is_root(node) else None
     return found if found is not None else _match_write(node, c, findings)
 
@@ -132,6 +132,8 @@ def _match_call(node: fx.Node) -> Match | None:
 
 def _is_root(node: fx.Node) -> bool:
     """Whether a node computes, rounds or cuts: what only turns axes and copies behind that is no part of it."""
+    if node.target in TURNS:
+        return False
     step = move(node)
     return step is None or step.cut is not None or values.is_rounding(node)
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from ..runtime import ranks
 from . import values
-from .canonical import Canonicaliser
+from .canonical import ALL_REDUCE, WAIT, Canonicaliser
 from .cone import walk
 from .linear import linear
 from .match import Findings, Match
@@ -18,7 +18,6 @@ from .spelling import Spelling, spell
 
 KIND = "mm_all_reduce"
 
-_ALL_REDUCE, _WAIT = "_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,8 @@ class MmAllReduce:
 
 def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | None:
     """Recognises the wait for a sum over ranks of a projection."""
-    reduced = node.args[0] if values.name_of(node.target) == _WAIT else None
-    if not isinstance(reduced, fx.Node) or values.name_of(reduced.target) != _ALL_REDUCE or reduced.kwargs:
+    reduced = node.args[0] if values.name_of(node.target) == WAIT else None
+    if not isinstance(reduced, fx.Node) or values.name_of(reduced.target) != ALL_REDUCE or reduced.kwargs:
         return None
     summed, how, group = reduced.args
     count = ranks.size(group)

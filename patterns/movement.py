@@ -51,6 +51,8 @@ _RESHAPES = frozenset({aten._unsafe_view.default, aten.reshape.default})
 ROW_MAJOR_VIEWS = _RESHAPES | {aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims}
 COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default})
 
+_MOVES = VIEWS | COPIES
+
 _PRIMES = ((5, 7, 11, 13, 17, 19, 23), (29, 31, 37, 41, 43, 47, 53))
 
 
@@ -59,7 +61,7 @@ def is_movement(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and source.target in VIEWS
-    return node.target in VIEWS or node.target in COPIES
+    return node.target in _MOVES
 
 
 def source(node: fx.Node) -> fx.Node:

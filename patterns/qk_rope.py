@@ -58,12 +58,19 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
     later = findings.at("rope", node)
     if later is None:
         return None
-    within = set(later.claimed)  # a pair with a smaller rotation, which this one is the rest of, makes room
-    pairs = [found for found in findings.of(KIND) if not any(part.node in within for part in found.parts)]
-    taken = {part for found in pairs for part in found.parts}
+    pairs: dict[Match, Match] = c.readings.setdefault(KIND, {})  # by either of its rotations
+    within = set(later.claimed)
+
+    def is_taken(rope: Match) -> bool:
+        pair = pairs.get(rope)
+        # A pair with a smaller rotation, which this one is the rest of, makes room.
+        return pair is not None and findings.stands(pair) and not any(part.node in within for part in pair.parts)
+
     for earlier in reversed(findings.of("rope")):
-        if earlier is not later and earlier not in taken and same_rotation(earlier, later, c):
-            return _match(node, earlier, later, c)
+        if earlier is not later and not is_taken(earlier) and same_rotation(earlier, later, c):
+            found = _match(node, earlier, later, c)
+            pairs.update(dict.fromkeys(found.parts, found) if found is not None else ())
+            return found
     return None
 
 

@@ -22,7 +22,7 @@ from .linear import linear
 from .match import Findings, Match, Miss
 from .movement import ROW_MAJOR_VIEWS, is_movement, source, trace
 from .rule import Argument, Bound, Capture, Function, Number, Optional, Rest
-from .spelling import Spelling, spell
+from .spelling import Spelling, spell, spell_cast
 from .term import Call, Product, Sum, Term, TermPool
 
 KIND = "rms_norm"
@@ -106,10 +106,12 @@ _x, _weight, _bias, _gate = Capture("x"), Capture("weight"), Capture("bias"), Ca
 _WRITTEN_OUT = _x * (Function("mean", _x**2, (-1,)) + Number("eps")) ** -0.5
 _KNOWN = Function(BARE, _x, Argument("eps"), Argument("groups"))
 _KNOWN_WEIGHTED = Function(WEIGHTED, _x, Argument("eps"), Argument("groups"), _weight, Argument("offset"))
-NORM = (_WRITTEN_OUT | _KNOWN) * Optional(_weight + Number("offset"))
+_WEIGHT = Optional(_weight + Number("offset"))
+WRITTEN_OUT, KNOWN = _WRITTEN_OUT * _WEIGHT, _KNOWN * _WEIGHT
 BIASED = _KNOWN_WEIGHTED + _bias | _KNOWN * (_weight + Number("offset")) + _bias
 
 _ACTIVATIONS = ("silu", "sigmoid", "gelu", "gelu_tanh", "relu")
+_NORMS, _GATES = frozenset({BARE, WEIGHTED}), frozenset(_ACTIVATIONS)
 GATED = tuple(
     ((_KNOWN_WEIGHTED | _KNOWN * Optional(_weight + Number("offset"))) * Function(activation, _gate), activation)
     for activation in _ACTIVATIONS
@@ -132,13 +134,18 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
         return _match_biased(node, value, c, findings)
     if not isinstance(value, Product):
         return None
-    names = {factor.name for factor, _ in value.factors if isinstance(factor, Call)}
-    if names & {BARE, WEIGHTED} and names & {*_ACTIVATIONS}:
+    names = value.calls
+    if names & _NORMS and names & _GATES:
         gated = _match_gated(node, value, c, findings)
         if gated is not None:
             return gated
-    if BARE in names or any(exponent == -0.5 for _, exponent in value.factors):
-        return _match_norm(node, value, c, findings)
+    if any(exponent == -0.5 for _, exponent in value.factors):
+        if len(value.factors) == 1:
+            return None  # a root that scales nothing yet
+        bound = WRITTEN_OUT.find(value, c.pool) or KNOWN.find(value, c.pool)
+        return _difference(node, value, bound, c) or _match_norm(node, bound, c, findings)
+    if BARE in names:
+        return _match_norm(node, KNOWN.find(value, c.pool), c, findings)
     if any(exponent == -1 and isinstance(factor, Sum) for factor, exponent in value.factors):
         outside = _EPS_OUTSIDE.find(value, c.pool)
         if outside is not None:
@@ -147,14 +154,8 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
     return None
 
 
-def _match_norm(node: fx.Node, value: Product, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
+def _match_norm(node: fx.Node, bound: Bound | None, c: Canonicaliser, findings: Findings) -> Match | Miss | None:
     """The norm itself, with or without its weight."""
-    bound = NORM.find(value, c.pool)
-    if bound is None or isinstance(bound["x"], Sum):
-        near = _NEAR.find(value, c.pool)
-        if near is not None and (difference := _difference(near, c.pool)) is not None:
-            message, matched = difference
-            return Miss(KIND, node, message, place=near["square"], matched=matched)
     if bound is None:
         return None
     eps = bound["eps"]
@@ -167,8 +168,31 @@ def _match_norm(node: fx.Node, value: Product, c: Canonicaliser, findings: Findi
     return _with_scale_before(_with_gate_before(found, c, findings), c, findings)
 
 
-def _difference(near: Bound, pool: TermPool) -> tuple[str, int] | None:
-    """In what a root of a mean differs from that of an RMSNorm, and how much had matched; None where in nothing."""
+def _difference(node: fx.Node, value: Product, bound: Bound | None, c: Canonicaliser) -> Miss | None:
+    """In what a root of a mean, that scales something, differs from that of an RMSNorm; None where in nothing."""
+    if bound is not None:
+        x = bound["x"]
+        if not isinstance(x, Sum) or not _has_mean(x) or _CENTRED.find(x, c.pool) is None:
+            return None
+        return Miss(KIND, node, _LAYER_NORM, place=c.pool.power(x, 2), matched=3)
+    near = _NEAR.find(value, c.pool)
+    told = _told(near, c.pool) if near is not None else None
+    if near is None or told is None:
+        return None
+    message, matched = told
+    return Miss(KIND, node, message, place=near["square"], matched=matched)
+
+
+def _has_mean(value: Sum) -> bool:
+    """Whether a mean is among the parts of a sum, of which a residual stream has many."""
+    return any(isinstance(part, Call) and part.name == "mean" for part, _ in value.parts)
+
+
+_LAYER_NORM = "the mean is subtracted before the squares are taken: a LayerNorm, not an RMSNorm"
+
+
+def _told(near: Bound, pool: TermPool) -> tuple[str, int] | None:
+    """The difference in words, and how much had matched."""
     square, factor, eps, axes, scaled = (near[name] for name in ("square", "factor", "eps", "axes", "scaled"))
     assert isinstance(square, Term)
     assert isinstance(scaled, Term)
@@ -185,7 +209,7 @@ def _difference(near: Bound, pool: TermPool) -> tuple[str, int] | None:
         times = f"{factor.coefficient:g} times the mean of squares"
         return f"eps is added to {times} (an L2 norm); an RMSNorm adds it to the mean", 2
     if _CENTRED.find(x, pool) is not None:
-        return "the mean is subtracted before the squares are taken: a LayerNorm, not an RMSNorm", 3
+        return _LAYER_NORM, 3
     if pool.divide(scaled, x) is None:
         return "the value that is scaled is not the one whose squares are averaged", 2
     return None
@@ -200,21 +224,17 @@ def _match_cast(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | 
     return cast(node, inner, c)
 
 
-def cast(node: fx.Node, inner: Match, c: Canonicaliser) -> Match | None:
+def cast(node: fx.Node, inner: Match, c: Canonicaliser) -> Match:
     """The norm that a cast of one is."""
-    spelling = spell(node, inner.inputs, c)
-    if spelling is None:
-        return None
     dtype = values.dtype(node)
     p = inner.params
     assert isinstance(p, RmsNorm)
-    params = replace(p, dtype=dtype, steps=p.steps | {dtype}, spelling=spelling)
+    params = replace(p, dtype=dtype, steps=p.steps | {dtype}, spelling=spell_cast(node, p.spelling, c))
     if not p.weight:
         params = replace(params, normed_dtype=dtype)
     parts = inner.parts
     if parts and parts[0].node is inner.node:  # what is scaled or gated before: the norm in it is cast likewise
-        part = cast(node, parts[0], c)
-        parts = (part,) if part is not None else parts
+        parts = (cast(node, parts[0], c),)
     return Match(KIND, node, inner.inputs, params, (*inner.claimed, node), parts, inner.replaces)
 
 

@@ -8,8 +8,9 @@ added.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from .bilinear import SUMS, Formula, Read, Readings, formulas, read
 from .canonical import Canonicaliser
 from .match import Findings, Match, Miss
 from .movement import ROW_MAJOR_VIEWS, source
-from .spelling import Spelling, spell
+from .spelling import Spelling, spell, spell_cast
 from .tables import merged
 
 KIND = "rope"
@@ -75,7 +76,7 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
     """Recognises a node as a rotation of x, or the narrowing cast of one."""
     if values.is_float_cast(node):
         return _match_cast(node, c, findings)
-    if node.target not in _ROOTS or not values.is_float(node) or _is_seen_again(node, findings):
+    if node.target not in ROOTS or not values.is_float(node) or _is_seen_again(node, findings):
         return None
     near: Miss | None = None
     matched: Match | None = None
@@ -134,7 +135,7 @@ def _has_column_pairs(match: Match) -> bool:
     return p.style == "interleave" and p.table_dim == p.rope_dim
 
 
-_ROOTS = frozenset(
+ROOTS = frozenset(
     {
         aten.add.Tensor,
         aten.sub.Tensor,
@@ -152,12 +153,10 @@ def _match_cast(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | 
     inner = findings.at(KIND, below)
     if inner is None or not values.is_rounding(node) or values.is_rounding(below):
         return None  # no cast, or the second one, whose roundings would add up
-    spelling = spell(node, inner.inputs, c)
-    assert isinstance(inner.params, Rope)
-    if spelling is None:
-        return None
+    p = inner.params
+    assert isinstance(p, Rope)
     dtype = values.dtype(node)
-    params = replace(inner.params, dtype=dtype, steps=inner.params.steps | {dtype}, spelling=spelling)
+    params = replace(p, dtype=dtype, steps=p.steps | {dtype}, spelling=spell_cast(node, p.spelling, c))
     return Match(KIND, node, inner.inputs, params, (*inner.claimed, node))
 
 
@@ -184,7 +183,7 @@ def _classify(f: Formula, of: _Tables, c: Canonicaliser) -> Match | Miss | None:
     if not len(own) == len(paired) == rope_dim or any(r.sign < 0 for r in own) or any(passed):
         return None
     pairs = [(a.place - start, b.place - start, b.sign) for a, b in zip(own, paired, strict=True)]
-    known = {(style, backward): _pairs(style, rope_dim, backward) for style in _STYLES for backward in (False, True)}
+    known = _known_pairs(rope_dim)
     found = next((name for name, wanted in known.items() if pairs == wanted), None)
     if found is None:
         nearest = max(known.values(), key=lambda wanted: sum(a == b for a, b in zip(wanted, pairs, strict=True)))
@@ -198,7 +197,7 @@ def _classify(f: Formula, of: _Tables, c: Canonicaliser) -> Match | Miss | None:
     if table_dim is None or widths[1] != table_dim or not _columns(own) == _columns(paired) == columns:
         message = "the columns of cos and sin ({} and {} wide) are read in an order that is not known"
         return miss(message, *widths, matched=3)
-    inputs = {"x": values.strip_widening(f.x), "cos": of.nodes[cos], "sin": of.nodes[sin]}
+    inputs = {"x": values.strip_widening(f.x), "cos": c.first(of.nodes[cos]), "sin": c.first(of.nodes[sin])}
     spelling = spell(f.root, inputs, c)
     if spelling is None:
         return miss("x or a table is computed twice, and not alike", matched=4)
@@ -225,6 +224,12 @@ def _classify(f: Formula, of: _Tables, c: Canonicaliser) -> Match | Miss | None:
 
 
 _STYLES: tuple[Style, ...] = ("half", "interleave", "deinterleave")
+
+
+@cache
+def _known_pairs(rope_dim: int) -> Mapping[tuple[Style, bool], list[tuple[int, int, int]]]:
+    """What each rotation reads, by its style and whether it turns backward."""
+    return {(style, backward): _pairs(style, rope_dim, backward) for style in _STYLES for backward in (False, True)}
 
 
 def _pairs(style: Style, rope_dim: int, backward: bool) -> list[tuple[int, int, int]]:

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .term import Call, Product, Term, TermPool
+from .term import Call, Product, Term, TermPool, calls
 
 Bound = Mapping[str, Hashable]
 _NOTHING: Bound = {}
@@ -220,7 +220,7 @@ class _Product(_Joined):
         return frozenset(part.name for part in self.parts if isinstance(part, Function))
 
     def solutions(self, term: Term, pool: TermPool, bound: Bound) -> Iterator[Bound]:
-        if self._functions <= _functions(term):
+        if self._functions.issubset(calls(term)):
             yield from super().solutions(term, pool, bound)
 
     def _nothing(self, pool: TermPool) -> Term:
@@ -268,12 +268,6 @@ def _most_certain(parts: tuple[Pattern, ...], bound: Bound) -> tuple[Pattern, tu
 
 _OF_CAPTURES = 3
 _UNCERTAINTY: Mapping[type[Pattern], int] = {Number: 2, Capture: _OF_CAPTURES, Optional: 4, Rest: 5}
-
-
-def _functions(term: Term) -> set[str]:
-    """The names of the calls among the factors of a term."""
-    factors = [factor for factor, _ in term.factors] if isinstance(term, Product) else [term]
-    return {factor.name for factor in factors if isinstance(factor, Call)}
 
 
 def _is_number(term: Term) -> bool:

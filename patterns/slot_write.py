@@ -47,7 +47,7 @@ class SlotWrite:
 
 def slot_write(node: fx.Node) -> SlotWrite | None:
     """The node as a write into a buffer that the caller sees, or None."""
-    read = _READERS.get(node.target)
+    read = READERS.get(node.target)
     found = read(node) if read is not None else None
     return found if found is not None and _is_buffer(found.base) and _fits(found) else None
 
@@ -83,14 +83,14 @@ def _scatter(node: fx.Node) -> SlotWrite | None:
     return None
 
 
-_READERS: Mapping[Any, Callable[[fx.Node], SlotWrite | None]] = {
+READERS: Mapping[Any, Callable[[fx.Node], SlotWrite | None]] = {
     aten.index_put.default: _index_put,
     aten._unsafe_index_put.default: _index_put,
     aten.index_copy.default: _index_copy,
     aten.scatter.src: _scatter,
 }
 # Functions of (base, …) that give the base with a part of it replaced.
-_WRITES = frozenset({*_READERS, aten.select_scatter.default, aten.slice_scatter.default})
+_WRITES = frozenset({*READERS, aten.select_scatter.default, aten.slice_scatter.default})
 
 
 def _fits(found: SlotWrite) -> bool:

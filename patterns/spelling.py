@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -17,7 +17,6 @@ from torch import fx
 
 from . import values
 from .canonical import Canonicaliser
-from .functional import is_functional
 from .masks.creation import lifted
 from .preserved import original
 
@@ -116,15 +115,24 @@ def spell(root: fx.Node, inputs: Mapping[str, fx.Node], c: Canonicaliser) -> Spe
         return None
     steps = []
     for node in order:
-        number = _lifted_number(node)
-        if number is not None:
-            steps.append(Step(aten.scalar_tensor.default, (number.item(),), (("dtype", number.dtype),)))
-        else:
-            args, kwargs = (_stored(value, slots, c) for value in (tuple(node.args), dict(node.kwargs)))
-            steps.append(Step(original(node.target), args, kwargs))
+        steps.append(_step(node, slots, c))
         slots[c.numbers[node]] = Slot(len(inputs) + len(steps) - 1)
     shapes = tuple(tuple(map(_stored_size, values.shape(node))) for node in inputs.values())
     return Spelling(tuple(inputs), shapes, tuple(steps))
+
+
+def spell_cast(node: fx.Node, below: Spelling, c: Canonicaliser) -> Spelling:
+    """The spelling of a cast of a value that has one."""
+    (source,) = node.all_input_nodes
+    slots = {c.numbers[source]: Slot(len(below.inputs) + len(below.steps) - 1)}
+    return replace(below, steps=(*below.steps, _step(node, slots, c)))
+
+
+def _step(node: fx.Node, slots: Mapping[int, Slot], c: Canonicaliser) -> Step:
+    number = _lifted_number(node)
+    if number is not None:
+        return Step(aten.scalar_tensor.default, (number.item(),), (("dtype", number.dtype),))
+    return Step(original(node.target), _stored(tuple(node.args), slots, c), _stored(node.kwargs, slots, c))
 
 
 def _sorted_subgraph(root: fx.Node, known: Mapping[int, Slot], c: Canonicaliser) -> list[fx.Node] | None:
@@ -139,7 +147,7 @@ def _sorted_subgraph(root: fx.Node, known: Mapping[int, Slot], c: Canonicaliser)
             pending.pop()
         elif node in entered or _lifted_number(node) is not None:  # all that it reads is found
             found[number] = pending.pop()
-        elif node.op != "call_function" or not is_functional(node) or len(entered) >= _LIMIT:
+        elif node.op != "call_function" or not c.is_functional(node) or len(entered) >= _LIMIT:
             return None
         else:
             entered.add(node)
@@ -160,9 +168,9 @@ def _stored(value: Any, slots: Mapping[int, Slot], c: Canonicaliser) -> Any:
     if isinstance(value, torch.SymInt):
         return _stored_size(value)
     if isinstance(value, (list, tuple)):
-        return tuple(_stored(v, slots, c) for v in value)
+        return tuple([_stored(v, slots, c) for v in value])
     if isinstance(value, dict):
-        return tuple((name, _stored(v, slots, c)) for name, v in value.items())
+        return tuple([(name, _stored(v, slots, c)) for name, v in value.items()])
     return value
 
 

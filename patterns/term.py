@@ -7,7 +7,7 @@ off its nodes by the rule that asks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -38,10 +38,18 @@ class Sum(Term):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Product(Term):
-    """`coefficient * prod(factor ** exponent)`, its factors in order of creation; without factors, a number."""
+    """`coefficient * prod(factor ** exponent)`, its factors in order of creation; without factors, a number.
+
+    `calls` are the names of those factors that are calls.
+    """
 
     factors: tuple[tuple[Term, float], ...]
     coefficient: float
+    calls: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = frozenset([factor.name for factor, _ in self.factors if isinstance(factor, Call)])
+        object.__setattr__(self, "calls", names)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -50,6 +58,13 @@ class Call(Term):
 
     name: str
     args: tuple[Hashable, ...]
+
+
+def calls(term: Term) -> Collection[str]:
+    """The names of the calls among the factors of a term."""
+    if isinstance(term, Product):
+        return term.calls
+    return (term.name,) if isinstance(term, Call) else ()
 
 
 AnyTerm = TypeVar("AnyTerm", bound=Term)

@@ -19,7 +19,7 @@ from .match import Findings, Match, Miss
 from .movement import source
 from .rms_norm import RmsNorm
 from .rule import Argument, Capture, Function, Number, Optional
-from .term import Product
+from .term import Product, Sum, Term, calls
 
 KIND = "tp_rms_norm"
 
@@ -55,9 +55,9 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
         p = inner.params
         assert isinstance(p, TpRmsNorm)
         cast = rms_norm.cast(node, replace(inner, params=p.norm), c)
-        return None if cast is None else _over_ranks(cast, p.group, p.ranks)
+        return _over_ranks(cast, p.group, p.ranks)
     value = c.terms[node]
-    if not isinstance(value, Product) or all(exponent != -0.5 for _, exponent in value.factors):
+    if not isinstance(value, Product) or not any(_is_root_over_ranks(*factor) for factor in value.factors):
         return None
     bound = PATTERN.find(value, c.pool)
     if bound is None:
@@ -76,6 +76,12 @@ def match(node: fx.Node, c: Canonicaliser, findings: Findings) -> Match | Miss |
     if found is None or isinstance(found, Miss):
         return found
     return _over_ranks(found, group, count)
+
+
+def _is_root_over_ranks(factor: Term, exponent: float) -> bool:
+    """Whether a factor is the inverse root of what has a sum over ranks in it: most graphs have none."""
+    parts = [part for part, _ in factor.parts] if isinstance(factor, Sum) else [factor]
+    return exponent == -0.5 and any("all_reduce" in calls(part) for part in parts)
 
 
 def _over_ranks(norm: Match, group: str, count: int) -> Match:

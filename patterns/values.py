@@ -132,11 +132,9 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 def source_line(node: fx.Node) -> str | None:
     """`file:line in function` of the innermost frame of the model's own code."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    if not frames:
-        return None
-    file, line, function = frames[-1]
-    return f"{file}:{line} in {function}"
+    trace = node.meta.get("stack_trace") or ""
+    frame = _FRAME.search(trace, max(trace.rfind('File "'), 0))
+    return f"{frame['file']}:{frame['line']} in {frame['function']}" if frame is not None else None
 
 
 def module_path(node: fx.Node) -> str | None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..patterns import values
 from .owners import Owner, Owners
 
 # Patterns of module paths; or what says of the path and the class of a module whether it is such a layer.
@@ -56,7 +55,7 @@ class Declarations:
             guard: whether the graph will depend on it. Then it is compiled anew for other instances of the layer that
                 say something else.
         """
-        stack = tuple(key for key, _, _ in values.module_stack(node))
+        stack = tuple(node.meta.get("nn_module_stack") or ())
         if guard or stack not in self._known:
             self._known[stack] = self._of(self._owners.of(node, sources=guard), guard=guard)
         return self._known[stack]

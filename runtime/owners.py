@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import re
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -17,8 +18,8 @@ from typing import Any
 from torch import fx, nn
 from torch._dynamo import symbolic_convert
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, LocalSource
-from torch._guards import Source, TracingContext
+from torch._dynamo.source import AttrSource, LocalSource, NNModuleSource
+from torch._guards import Guard, Source, TracingContext
 from torch.utils._pytree import tree_leaves
 
 from ..patterns import values
@@ -66,6 +67,7 @@ class Owners:
     def __init__(self) -> None:
         self._guarded: _Guarded | None = None
         self._compiled: Owner | None = None
+        self._known: dict[tuple[str, str, bool], Owner] = {}
         self._modules: dict[str, nn.Module] = {}
         context, translator = TracingContext.try_get(), getattr(symbolic_convert.tls, "current_tx", None)
         if context is not None and translator is not None:
@@ -83,17 +85,23 @@ class Owners:
             sources: whether the graph is to depend on them: only those that Dynamo guards on are known then, with their
                 sources. To look them up takes longer.
         """
-        owners = []
-        for key, name, kind in reversed(values.module_stack(node)):
+        owners = [self._owner(*entry, sources) for entry in reversed(values.module_stack(node))]
+        compiled = self._compiled
+        return owners if compiled is None or "" in {owner.path for owner in owners} else [*owners, compiled]
+
+
+    def _owner(self, key: str, name: str, kind: type, sources: bool) -> Owner:
+        """The module of one entry of a stack. Many nodes have it on theirs."""
+        known = self._known.get((key, name, sources))
+        if known is None:
             identity = key.partition("@")[0]  # behind the @ stands which call of the module it is
             module, source = (None if sources else self._modules.get(identity)), None
             if module is None:
-                known = self._guarded.get(name) if self._guarded is not None else None
-                if known is not None and str(id(known[0])) == identity:
-                    module, source = known
-            owners.append(Owner(values.plain_path(name), kind, module, source))
-        compiled = self._compiled
-        return owners if compiled is None or "" in {owner.path for owner in owners} else [*owners, compiled]
+                guarded = self._guarded.get(name) if self._guarded is not None else None
+                if guarded is not None and str(id(guarded[0])) == identity:
+                    module, source = guarded
+            known = self._known[key, name, sources] = Owner(values.plain_path(name), kind, module, source)
+        return known
 
 
 def _compiled(frame: Any) -> Owner | None:
@@ -122,11 +130,13 @@ class _Guarded:
         self._known: dict[str, tuple[nn.Module, Source] | None] = {}
 
     @cached_property
-    def _sources(self) -> dict[str, Source]:
-        # Guards on the state of torch have no name; nor have modules of an exported program. Others have many.
-        sources = {guard.name: guard.originating_source for guard in self._guards}
-        named = {name: source for name, source in sources.items() if name and "._parameters[" not in name}
-        return {_MODULES.sub(r".\2", name): source for name, source in named.items()}
+    def _of_modules(self) -> dict[str, Source]:
+        """Of guards of modules: of the others there are many."""
+        return _named(guard for guard in self._guards if isinstance(guard.originating_source, NNModuleSource))
+
+    @cached_property
+    def _all(self) -> dict[str, Source]:
+        return _named(self._guards)
 
     def get(self, name: str) -> tuple[nn.Module, Source] | None:
         if name not in self._known:
@@ -135,11 +145,19 @@ class _Guarded:
 
     def _found(self, name: str) -> tuple[nn.Module, Source] | None:
         output = self._output()
-        if output is None or name not in self._sources:
+        source = self._of_modules.get(name) or self._all.get(name)
+        if output is None or source is None:
             return None
-        source = self._sources[name]
         value = output.resolve_source_value(source)
         return (value, source) if isinstance(value, nn.Module) else None
+
+
+def _named(guards: Iterable[Guard]) -> dict[str, Source]:
+    """The sources of guards, by names as in `nn_module_stack`."""
+    # Guards on the state of torch have no name; nor have modules of an exported program.
+    sources = {guard.name: guard.originating_source for guard in guards}
+    named = {name: source for name, source in sources.items() if name and "._parameters[" not in name}
+    return {_MODULES.sub(r".\2", name): source for name, source in named.items()}
 
 
 _MODULES = re.compile(r"""\._modules\[(['"])([^'"\]]+)\1\]""")  # which `nn_module_stack` writes as an attribute

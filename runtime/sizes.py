@@ -19,7 +19,7 @@ Size = int | torch.SymInt
 
 def known_true(condition: bool | torch.SymBool) -> bool:
     """Whether `condition` holds for every size the program may see. No guard is installed."""
-    return statically_known_true(condition)
+    return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
 def known_equal(left: Size, right: Size) -> bool:

@@ -12,7 +12,7 @@ from torch import fx
 
 from ...runtime.sizes import Size, known_equal, known_true, static_int
 from .. import values
-from ..movement import COPIES
+from ..movement import COPIES, PERMUTATIONS, ROW_MAJOR_VIEWS
 from .track import Roles
 
 aten = torch.ops.aten
@@ -104,6 +104,8 @@ def _placed(bound: Size, size: Size) -> Size | None:
 
 
 _SAME = frozenset({aten.alias.default, aten.detach.default})
+# Of these none takes a part of what is below.
+TURNS = COPIES | _SAME | PERMUTATIONS | ROW_MAJOR_VIEWS | {aten.squeeze.default}
 
 
 def _slice(node: fx.Node, below: fx.Node) -> Move | None:

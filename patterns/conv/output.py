@@ -85,7 +85,10 @@ def output(node: fx.Node, c: Canonicaliser) -> Output | None:
 def _read(node: fx.Node, c: Canonicaliser) -> Output | None:
     found = _core(node, c)
     if found is not None:
+        c.convolutions.add(node)
         return found
+    if not c.convolutions:  # of which this could be the columns: most graphs have none
+        return None
     value = c.terms[node]
     if isinstance(value, Call) and value.name in ACTIVATIONS and not _is_moved(node):
         return _activated(node, value, c)
@@ -160,6 +163,22 @@ def _vector(bias: fx.Node) -> fx.Node:
 
 
 # The sums -----------------------------------------------------------------------------------------------------------
+
+
+def may_be_core(node: fx.Node) -> bool:
+    """Whether a node may be a sum over windows, by its op."""
+    return original(node.target) in _CORES
+
+
+_CORES = frozenset(
+    {
+        aten.convolution.default,
+        aten.sum.dim_IntList,
+        aten.bmm.default,
+        aten.matmul.default,
+        aten.add.Tensor,
+    }
+)
 
 
 def _core(node: fx.Node, c: Canonicaliser) -> Output | None:
@@ -315,7 +334,7 @@ def _output(
 def _tap_by_tap(node: fx.Node, c: Canonicaliser) -> Output | None:
     """A sum of products, each of one tap of the filters and some columns."""
     addends = _addends(node)
-    if addends is None:
+    if addends is None or not all(any(map(_is_vector, product.args[:2])) for product in addends):  # type: ignore[arg-type]  # of two nodes
         return None
     rank = len(values.shape(node))
     for time in (*reversed(range(rank)), None):

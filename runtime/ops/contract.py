@@ -63,11 +63,7 @@ class OpContract:
         Raises:
             RuntimeError: the op is not registered yet.
         """
-        packet = getattr(getattr(torch.ops, self.namespace), self.name.partition("::")[2], None)
-        if packet is None:
-            raise RuntimeError(f"{self.name} is not registered; call npu_fuse.runtime.ops.register.register first")
-        overload: torch._ops.OpOverload = packet.default
-        return overload
+        return _overload(self.name)
 
     @property
     def parsed_schema(self) -> torch.FunctionSchema:
@@ -123,6 +119,16 @@ class OpContract:
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(map(repr, sorted(names)))
+
+
+@functools.cache
+def _overload(name: str) -> torch._ops.OpOverload:
+    namespace, _, unqualified = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), unqualified, None)
+    if packet is None:
+        raise RuntimeError(f"{name} is not registered; call npu_fuse.runtime.ops.register.register first")
+    overload: torch._ops.OpOverload = packet.default
+    return overload
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from torch import nn
 
 from helpers import compiled
 from npu_fuse import Report, Site
-from npu_fuse.passes.launches import count_launches
+from npu_fuse.passes.launches import cost
 
 
 def example() -> Report:
@@ -83,4 +83,4 @@ def test_launches_are_calls_that_are_no_views() -> None:
         a, b = x.view(2, 3, 4).transpose(0, 1).split(2, -1)  # views
         return torch.cat([a, b.unsqueeze(0)[0]]).exp() + x.sum()  # cat, exp, sum, add
 
-    assert count_launches(compiled(model, torch.randn(6, 4)).before.graph) == 4
+    assert cost(compiled(model, torch.randn(6, 4)).before.graph).launches == 4

@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from npu_fuse.passes.edit import Edit, Refused
 from npu_fuse.passes.layout import inverse, physical_order
 from npu_fuse.passes.rewriter import Rewriter
+from npu_fuse.patterns import values
 from npu_fuse.runtime.ops import CONTRACTS
 from npu_fuse.runtime.ops.register import register
 from npu_fuse.runtime.target import Target
@@ -281,3 +282,37 @@ def test_of_a_shape_one_size_may_be_unknown() -> None:
     sin.meta["val"] = torch.empty(sizes, device="meta")
     with pytest.raises(Refused, match="more than one size can't be told beforehand"):
         edit.known_sizes(sin)
+
+
+def test_a_permutation_of_a_permuted_tensor_is_one_or_none() -> None:
+    module = graph_of(lambda x: x.permute(2, 0, 1).exp(), torch.randn(2, 3, 5))
+    exp, permuted = node(module, aten.exp.default), node(module, aten.permute.default)
+    with rewriter(module).edit(exp, [exp]) as edit:
+        back = edit.permuted(permuted, (1, 2, 0))
+        swapped = edit.permuted(permuted, (0, 2, 1))
+        edit.replace(exp, edit.call(aten.exp.default, edit.permuted(swapped, (0, 2, 1))))
+    assert back is permuted.args[0]
+    assert swapped.args == (back, [2, 1, 0])
+    module.graph.lint()
+    module.recompile()
+    x = torch.randn(2, 3, 5)
+    assert torch.equal(module(x), x.permute(2, 0, 1).exp())
+
+
+def test_views_of_what_was_replaced_share_the_memory_of_what_replaces_it() -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.sin()
+        return y.view(6)[2:], x.view(6)
+
+    module = graph_of(model, torch.randn(2, 3))
+    sin, cut = node(module, aten.sin.default), node(module, aten.slice.Tensor)
+    other = node(module, aten.view.default, 1)
+    edits = rewriter(module)
+    with edits.edit(sin, [sin]) as edit:
+        new = edit.call(aten.cos.default, sin.args[0])
+        edit.replace(sin, new)
+    untouched = other.meta["val"]
+    edits.settle_views()
+    assert values.storages(cut) == values.storages(new)
+    assert cut.meta["val"].storage_offset() == 2
+    assert other.meta["val"] is untouched

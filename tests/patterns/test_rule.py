@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from npu_fuse.patterns.rms_norm import NORM
+from npu_fuse.patterns.rms_norm import WRITTEN_OUT
 from npu_fuse.patterns.rule import Argument, Capture, Function, Number, Optional, Pattern, Rest
 from npu_fuse.patterns.term import Term, TermPool
 
@@ -149,4 +149,4 @@ def test_a_norm_is_read_off_its_term(on: Leaves) -> None:
     pool = on.pool
     variance = pool.add(pool.call("mean", pool.power(on.a, 2), (-1,)), pool.number(1e-6))
     term = pool.mul(pool.mul(on.b, on.a), pool.power(variance, -0.5))
-    assert on.find(NORM, term) == {"x": on.a, "eps": 1e-6, "weight": on.b, "offset": 0}
+    assert on.find(WRITTEN_OUT, term) == {"x": on.a, "eps": 1e-6, "weight": on.b, "offset": 0}
