@@ -36,7 +36,7 @@ from . import (
     tp_rms_norm,
     transpose_batchmatmul,
 )
-from .canonical import Canonicaliser
+from .canonical import Canonicaliser, has_rule
 from .match import Findings, Match, Miss, RuleError
 from .roots import Target
 from .term import Term, TermPool
@@ -62,7 +62,7 @@ class Rule:
 # In order: a rule may use the matches of the rules above it.
 RULES: tuple[Rule, ...] = (
     Rule(rms_norm.KIND, rms_norm.match, rms_norm.term, roots.normed),
-    Rule(tp_rms_norm.KIND, tp_rms_norm.match, roots=roots.computed),
+    Rule(tp_rms_norm.KIND, tp_rms_norm.match, roots=has_rule),
     Rule(rope.KIND, rope.match, roots=roots.rotated),
     Rule(add_rms_norm.KIND, add_rms_norm.match, roots=roots.normed),
     Rule(norm_cast.KIND, norm_cast.match, roots=roots.cast),

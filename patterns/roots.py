@@ -26,13 +26,8 @@ aten = torch.ops.aten
 Target = Callable[..., Any] | str
 
 
-def computed(target: Target) -> bool:
-    """What the algebra of terms knows."""
-    return has_rule(target)
-
-
 def combined(target: Target) -> bool:
-    """Of that, what neither casts nor moves."""
+    """Of what the algebra of terms knows, what neither casts nor moves."""
     return has_rule(target) and target not in CASTS and target not in VIEWS and target not in COPIES
 
 

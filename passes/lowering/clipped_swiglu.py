@@ -10,6 +10,7 @@ from ...runtime.ops.contract import OpContract
 from ..edit import Edit, Refused
 from .gate_up import gate_up
 from .precision import refuse_other_precision
+from .steps import note_order_of_gate
 
 
 def lower(match: Match, edit: Edit) -> OpContract:
@@ -25,6 +26,8 @@ def lower(match: Match, edit: Edit) -> OpContract:
         raise Refused(f"its result is {p.dtype} for a gate of {values.dtype(both.node)}")
     if p.dtype.itemsize < 4:
         edit.note(f"the op rounds once; the model rounds to {p.dtype} at each step")
+    else:
+        note_order_of_gate(p.spelling, edit)
     product = edit.op(
         contract,
         x=both.node,

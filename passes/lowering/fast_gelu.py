@@ -10,6 +10,7 @@ from ...runtime.ops.contract import OpContract
 from ..edit import Edit
 from ..layout import inverse, physical_order
 from .precision import refuse_other_precision, widened
+from .steps import note_order_of_gate
 
 
 def lower(match: Match, edit: Edit) -> OpContract:
@@ -21,6 +22,8 @@ def lower(match: Match, edit: Edit) -> OpContract:
     x = widened(edit.current(match.inputs["x"]), p.dtype, edit)
     if p.dtype.itemsize < 4:
         edit.note(f"the op rounds once; the model rounds to {p.dtype} at each step")
+    else:
+        note_order_of_gate(p.spelling, edit)
     value = values.tensor(x)
     assert value is not None
     order = physical_order(value)

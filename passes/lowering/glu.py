@@ -12,6 +12,9 @@ from ...runtime.ops.contract import OpContract
 from ..edit import Edit, Refused
 from .gate_up import gate_up
 from .precision import refuse_other_precision
+from .steps import note_written_out
+
+aten = torch.ops.aten
 
 # What npu_geglu calls each activation.
 _APPROXIMATE = {"gelu": 0, "gelu_tanh": 1}
@@ -37,6 +40,7 @@ def lower(match: Match, edit: Edit) -> OpContract:
     rounds_once = is_swiglu or p.dtype == torch.bfloat16
     if p.dtype.itemsize < 4 and p.activated_dtype == p.dtype and rounds_once:
         edit.note(f"the op rounds once; the model rounds {p.activation}(gate) to {p.dtype} before the product")
+    note_written_out(p.spelling, aten.silu.default if is_swiglu else aten.gelu.default, edit)
     if is_swiglu:
         product = edit.op(contract, input=both.node, dim=-1)
     else:

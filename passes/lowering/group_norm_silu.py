@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from ...patterns.group_norm_silu import GroupNormSilu
 from ...patterns.match import Match
 from ...runtime.ops import CONTRACTS
 from ...runtime.ops.contract import OpContract
 from ..edit import Edit, Refused
 from .precision import refuse_other_precision, widened
+from .steps import note_written_out
 
 
 def lower(match: Match, edit: Edit) -> OpContract:
@@ -22,6 +25,7 @@ def lower(match: Match, edit: Edit) -> OpContract:
     weight, bias = (match.inputs.get(name) for name in ("weight", "bias"))
     if p.dtype.itemsize < 4 and p.normed_dtype == p.dtype:
         edit.note(f"the op rounds once; the model rounds the norm to {p.dtype} before silu")
+    note_written_out(p.spelling, torch.ops.aten.silu.default, edit)
     results = edit.op(
         contract,
         input=x,

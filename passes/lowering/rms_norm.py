@@ -15,6 +15,7 @@ from ...runtime.ops.contract import OpContract
 from ..edit import Edit, Refused
 from ..layout import inverse, row_order
 from .precision import refuse_other_precision
+from .steps import note_order_of_norm
 
 
 def lower(match: Match, edit: Edit) -> OpContract:
@@ -124,10 +125,12 @@ def _check_dtype(p: RmsNorm, x: fx.Node) -> None:
 
 
 def note_statistics(p: RmsNorm, edit: Edit) -> None:
-    """Notes where the model takes its statistics more coarsely than an op, which takes them in float32."""
+    """Notes where the model takes its statistics more coarsely than an op, which takes them in float32, or in steps."""
     coarsest = min(p.statistics_dtype, p.scale_dtype, key=lambda dtype: dtype.itemsize)
     if coarsest.itemsize < 4:
         edit.note(f"the model takes its statistics in {coarsest}, the op in float32")
+    else:
+        note_order_of_norm(p.spelling, edit)
 
 
 def gamma(match: Match, x: fx.Node, edit: Edit) -> fx.Node:

@@ -32,13 +32,13 @@ class Shard:
     Args:
         ran: how many ran, by how they were compiled.
         sites: by kind and status.
-        torchs_own: how many programs AOTAutograd alone gets wrong.
+        torchs_own: what AOTAutograd alone gets wrong, by the number of the program.
         failures: by the number of the program, what differs and a script of it made small.
     """
 
     ran: Counter[str] = field(default_factory=Counter)
     sites: Counter[tuple[str, str]] = field(default_factory=Counter)
-    torchs_own: int = 0
+    torchs_own: dict[int, str] = field(default_factory=dict)
     failures: dict[int, tuple[str, str]] = field(default_factory=dict)
 
 
@@ -60,7 +60,8 @@ def run_shard(numbers: range) -> Shard:
             shard.failures[number] = told(small), small.script()
             continue
         shard.ran[program.how] += 1
-        shard.torchs_own += bool(outcome.torchs_own)
+        if outcome.torchs_own:
+            shard.torchs_own[number] = outcome.torchs_own[0].splitlines()[0]
         shard.sites.update((site.kind, site.status) for site in outcome.report.sites)
     return shard
 
@@ -79,7 +80,7 @@ def main() -> None:
         for numbers, shard in zip(shards, pool.imap(run_shard, shards), strict=True):
             total.ran += shard.ran
             total.sites += shard.sites
-            total.torchs_own += shard.torchs_own
+            total.torchs_own |= shard.torchs_own
             total.failures |= shard.failures
             seconds = time.time() - start
             print(f"{numbers.stop - options.first} drawn, {total.ran.total()} ran in {seconds:.0f} s", flush=True)
@@ -90,7 +91,9 @@ def main() -> None:
                 print(f"    {path}: {failure.splitlines()[0]}", flush=True)
     how = ", ".join(f"{count} {name}" for name, count in sorted(total.ran.items()))
     print(f"\n{total.ran.total()} programs ran as in eager ({how}), {len(total.failures)} failed")
-    print(f"{total.torchs_own} of them as AOTAutograd alone has it, which is not as in eager")
+    print(f"{len(total.torchs_own)} of them as AOTAutograd alone has it, which is not as in eager:")
+    for number, difference in total.torchs_own.items():
+        print(f"    program {number}: {difference}")
     for kind in sorted({kind for kind, _ in total.sites}):
         counts = ", ".join(f"{total.sites[kind, status]} {status}" for status in ("lowered", "refused", "missed"))
         print(f"    {kind}: {counts}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -149,3 +150,116 @@ def test_a_rounding_is_a_reason(name: str, dtype: torch.dtype, kind: str, change
 def test_a_rounding_behind_another_is_said(name: str, dtype: torch.dtype, kind: str, rounding: str) -> None:
     (found,) = (found for found in compiled(*SITES[name](dtype)).report.sites if found.kind == kind)
     assert any(rounding in said for said in found.roundings)
+
+
+# The order of a norm --------------------------------------------------------------------------------------------------
+
+
+def by_division(x: Tensor, w: Tensor) -> Tensor:
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+
+
+def by_inverse(x: Tensor, w: Tensor) -> Tensor:
+    return x * (1 / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)) * w
+
+
+def weight_first(x: Tensor, w: Tensor) -> Tensor:
+    return x * w * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def weighted_root(x: Tensor, w: Tensor) -> Tensor:
+    return x * (torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w)
+
+
+def summed(x: Tensor, w: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) * (1 / x.shape[-1]) + 1e-6) * w
+
+
+def divided_sum(x: Tensor, w: Tensor) -> Tensor:
+    return w * (x * (x.square().sum(-1, keepdim=True) / x.shape[-1] + 1e-6) ** -0.5)
+
+
+ORDERS = {
+    by_division: "the model takes the inverse root in steps that each round",
+    by_inverse: "the model takes the inverse root in steps that each round",
+    weight_first: "in another order than the op",
+    weighted_root: "in another order than the op",
+    summed: "multiplies the sum of squares by 1 / size, which is rounded",
+    norm: None,
+    divided_sum: None,
+}
+
+
+@pytest.mark.parametrize("function", ORDERS)
+@pytest.mark.parametrize("width", [64, 96])
+def test_exact_norms_round_in_the_order_of_the_op(function: Callable[..., Tensor], width: int) -> None:
+    x, w = torch.randn(50, width), torch.rand(width) + 0.5
+    said = ORDERS[function]
+    exact, fused = (compiled(function, x, w, numerics=numerics) for numerics in ("exact", "fused"))
+    assert torch.equal(exact.output, function(x, w))
+    (of_exact,), (of_fused,) = ([s for s in c.report.sites if s.kind == "rms_norm"] for c in (exact, fused))
+    assert of_fused.status == "lowered"
+    assert (said is None) == (of_exact.status == "lowered")
+    if said is None:
+        assert not of_fused.roundings
+    else:
+        assert said in of_exact.reason
+        assert said in of_fused.roundings[0]
+
+
+# The steps of an activation -------------------------------------------------------------------------------------------
+
+
+def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def unit(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return activation(gate) * up
+
+    return unit
+
+
+def clipped(x: Tensor, *, late: bool) -> Tensor:
+    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+    sigmoid = torch.sigmoid(1.702 * gate)
+    return gate * (sigmoid * (up + 1)) if late else (up + 1) * (gate * sigmoid)
+
+
+def normed_in_groups(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: activation(F.group_norm(x.mT.contiguous(), 4, W, W))
+
+
+def by_exp(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+STEPS = "in steps that each round"
+ACTIVATED: dict[str, tuple[str, Callable[[Tensor], Tensor], str | None]] = {
+    "silu": ("glu", gated(F.silu), None),
+    "silu by a sigmoid": ("glu", gated(lambda x: x * torch.sigmoid(x)), STEPS),
+    "silu by exp": ("glu", gated(by_exp), STEPS),
+    "gelu": ("glu", gated(F.gelu), None),
+    "gelu by tanh": ("glu", gated(lambda x: F.gelu(x, approximate="tanh")), None),
+    "fast gelu": ("fast_gelu", lambda x: x * torch.sigmoid(1.702 * x), None),
+    "fast gelu by silu": ("fast_gelu", lambda x: F.silu(1.702 * x) / 1.702, STEPS),
+    "fast gelu by exp": ("fast_gelu", lambda x: x / (1 + torch.exp(-1.702 * x)), STEPS),
+    "clipped": ("clipped_swiglu", functools.partial(clipped, late=False), None),
+    "clipped in another order": ("clipped_swiglu", functools.partial(clipped, late=True), "in another order"),
+    "group norm": ("group_norm_silu", normed_in_groups(F.silu), None),
+    "group norm and a sigmoid": ("group_norm_silu", normed_in_groups(lambda x: x * torch.sigmoid(x)), STEPS),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATED)
+def test_exact_activations_round_in_the_steps_of_the_op(name: str) -> None:
+    kind, function, said = ACTIVATED[name]
+    x = torch.randn(50, 3, 64)
+    exact, fused = (compiled(function, x, numerics=numerics) for numerics in ("exact", "fused"))
+    assert torch.equal(exact.output, function(x))
+    (of_exact,), (of_fused,) = ([s for s in c.report.sites if s.kind == kind] for c in (exact, fused))
+    assert of_fused.status == "lowered"
+    assert (said is None) == (of_exact.status == "lowered")
+    if said is None:
+        assert not of_fused.roundings
+    else:
+        assert said in of_exact.reason
+        assert said in of_fused.roundings[0]
