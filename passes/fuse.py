@@ -8,6 +8,7 @@ from ..patterns import qkv, tp_rms_norm, values
 from ..patterns.match import Findings, Match, Miss
 from ..runtime.options import Options
 from .agreement import GROUP
+from .cleanup import check_order
 from .edit import Refused
 from .lowering import Lowering
 from .ranges import SITE
@@ -57,10 +58,11 @@ def fuse(
                 if rewriter.is_alive(match.node):
                     _rewrite(match, lower, rewriter, sites, options, withheld)
             if any(sites[match].status == "lowered" for match in own):
-                rewriter.graph.lint()
+                check_order(rewriter.graph)
         except Exception as error:
             raise PartFailed(Part(FUSE, kind)) from error
     rewriter.settle_views()
+    rewriter.graph.lint()
     _settle(sites)
     return [site for _, site in sorted(placed, key=lambda item: item[0])]
 

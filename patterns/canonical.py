@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Hashable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class Canonicaliser:
 
 def _hashable(value: object, numbers: Mapping[fx.Node, int]) -> Hashable:
     if isinstance(value, fx.Node):
-        return ("value", numbers[value])
+        return numbers[value]  # which no number of the model's is: they have their type beside them
     if isinstance(value, (list, tuple)):
         return tuple([_hashable(v, numbers) for v in value])
     if isinstance(value, dict):
@@ -114,7 +115,7 @@ def _hashable(value: object, numbers: Mapping[fx.Node, int]) -> Hashable:
     if isinstance(value, slice):
         return ("slice", *(_hashable(v, numbers) for v in (value.start, value.stop, value.step)))
     if isinstance(value, (bool, int, float)):
-        return (type(value).__name__, value)  # 1, 1.0 and True are equal in Python, and are different arguments
+        return (type(value), value)  # 1, 1.0 and True are equal in Python, and are different arguments
     return value if isinstance(value, Hashable) else repr(value)
 
 
@@ -405,6 +406,7 @@ RULES: Mapping[Any, OpRule] = {
 }
 
 
+@cache
 def _rule(target: Callable[..., Any] | str) -> OpRule | None:
     return RULES.get(target) or _BY_NAME.get(values.name_of(target))
 

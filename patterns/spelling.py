@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -40,8 +40,7 @@ class Size:
     expression: sympy.Expr
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One op. In its arguments a value is a `Slot`, and a symbolic size a `Size`."""
 
     op: Callable[..., Any]
