@@ -32,6 +32,7 @@ import npu_fuse
 from models import MODELS
 from npu_fuse.passes.preserve import restore
 from npu_fuse.patterns import KINDS, recognise
+from npu_fuse.runtime.backend import Compilation
 
 RESULTS = Path(__file__).parent / "results" / "laws.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -47,10 +48,11 @@ class Keeping(npu_fuse.Backend):
         self.graphs: list[tuple[fx.GraphModule, fx.GraphModule]] = []
         self.calls: list[tuple[Any, ...] | None] = []
 
-    def _optimised(self, module: fx.GraphModule, *others: Any) -> fx.GraphModule:
-        optimised = super()._optimised(module, *others)
+    def _optimised(self, module: fx.GraphModule, compilation: Compilation) -> fx.GraphModule:
+        optimised = super()._optimised(module, compilation)
         index = len(self.graphs)
-        self.graphs.append((module, optimised))
+        assert compilation.before is not None
+        self.graphs.append((compilation.before.restored(), optimised))
         self.calls.append(None)
         forward = optimised.forward
 

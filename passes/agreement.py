@@ -9,13 +9,14 @@ from torch import fx
 
 from ..patterns import values
 from ..runtime import ranks
+from ..runtime.snapshot import Snapshot
 from .report import Report
 
 # Of a site that holds collectives, the parameter that names their group.
 GROUP = "process_group"
 
 
-def ranks_differ(before: fx.GraphModule, report: Report, settled: Collection[str]) -> dict[str, str]:
+def ranks_differ(before: Snapshot, report: Report, settled: Collection[str]) -> dict[str, str]:
     """Asks the other ranks of each group over which a collective was recognised as a part of a site.
 
     Args:
@@ -37,7 +38,7 @@ def ranks_differ(before: fx.GraphModule, report: Report, settled: Collection[str
             decisions.setdefault(site.params[GROUP], []).append(f"{place}: {decided}")
     told = {}
     for group, lines in sorted(decisions.items()):
-        told[group] = ranks.disagreement(group, _skeleton(before.graph), "\n".join(lines))
+        told[group] = ranks.disagreement(group, _skeleton(before.restored().graph), "\n".join(lines))
     return {group: reason for group, reason in told.items() if reason is not None}
 
 

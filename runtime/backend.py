@@ -38,6 +38,7 @@ from .owners import Owners
 from .ranks import RanksDisagreeError
 from .reproducer import Reproducers
 from .shards import is_distributed, is_part, position
+from .snapshot import Snapshot
 from .target import Target
 from .verify import Verified
 
@@ -59,6 +60,7 @@ class Compilation:
         place: of its report among all.
         kept: of its graphs among those that are kept.
         rewrites: what there is to verify, if it is to be.
+        before: the graph before all passes.
     """
 
     parameters: Mapping[int, torch.Tensor]
@@ -69,6 +71,7 @@ class Compilation:
     place: int | None = None
     kept: int = 0
     rewrites: Rewrites | None = None
+    before: Snapshot | None = None
 
 
 class Backend:
@@ -199,9 +202,12 @@ class Backend:
 
     def _optimised(self, module: fx.GraphModule, compilation: Compilation) -> fx.GraphModule:
         """The graph with its fusions; on an internal failure, without what failed."""
+        if compilation.before is None:
+            compilation.before = Snapshot(module)
+        snapshot = compilation.before
         try:
             with paused_collector():
-                work, report = self._without_failures(module, compilation)
+                work, report = self._without_failures(snapshot, compilation)
                 _LazyGraphModule.force_recompile(work)
             compilation.dump.report(report)
         except RanksDisagreeError:
@@ -209,6 +215,7 @@ class Backend:
         except Exception as error:
             self._fail(error)
             compilation.rewrites = None
+            module = snapshot.restored()
             leave(module)
             return module
         is_new = compilation.place is None
@@ -216,7 +223,7 @@ class Backend:
         if is_new:
             self._tell_what_is_missing(report, work.graph, compilation.target)
         if self.options.keep_graphs:
-            before = _copy(module)
+            before = snapshot.restored()
             leave(before)
             if is_new:
                 compilation.kept = len(self.graphs)
@@ -241,10 +248,10 @@ class Backend:
                 raise ExpectationError(f"npu_fuse: graph {len(self.reports) - 1}: {told}")
             _log.warning("graph %d: %s", len(self.reports) - 1, told)
 
-    def _without_failures(self, module: fx.GraphModule, compilation: Compilation) -> tuple[fx.GraphModule, Report]:
-        """Optimises copies of a graph, until nothing fails that isn't left out yet."""
+    def _without_failures(self, snapshot: Snapshot, compilation: Compilation) -> tuple[fx.GraphModule, Report]:
+        """Optimises a graph, anew until nothing fails that isn't left out yet."""
         while True:
-            work = _copy(module)
+            work = snapshot.take()
             parameters = _by_placeholder(work.graph, compilation.parameters)
             if compilation.declarations is None:
                 compilation.declarations = Declarations(self.options.encoder_only, Owners())
@@ -257,14 +264,15 @@ class Backend:
                     raise error from None
                 told = "".join(traceback.format_exception(error))
                 compilation.withheld = compilation.withheld.with_part(failure.part, told)
-                folder = Reproducers(self.options.dump).of_failure(module, failure.part, told, self.options)
+                reproducers, before = Reproducers(self.options.dump), snapshot.restored()
+                folder = reproducers.of_failure(before, failure.part, told, self.options)
                 warnings.warn(
                     f"npu_fuse: {failure.part} is left out, by an internal failure: {type(error).__name__}: {error}"
                     f" (reproducer: {folder})",
                     stacklevel=2,
                 )
             else:
-                differing = ranks_differ(module, report, compilation.withheld.groups)
+                differing = ranks_differ(snapshot, report, compilation.withheld.groups)
                 if not differing:
                     return work, report
                 compilation.withheld = compilation.withheld.with_groups(differing)

@@ -17,6 +17,7 @@ from npu_fuse.passes.preserve import restore
 from npu_fuse.passes.rewriter import Rewriter
 from npu_fuse.patterns import recognise
 from npu_fuse.patterns.match import Findings, Match
+from npu_fuse.runtime.backend import Compilation
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,9 @@ class _RecordingBackend(Backend):
         self.graphs: list[tuple[fx.GraphModule, fx.GraphModule]] = []
         self.inputs: list[tuple[Any, ...]] = []
 
-    def _optimised(self, module: fx.GraphModule, *others: Any) -> fx.GraphModule:
-        optimised = super()._optimised(module, *others)
-        self.graphs.append((module, optimised))
+    def _optimised(self, module: fx.GraphModule, compilation: Compilation) -> fx.GraphModule:
+        optimised = super()._optimised(module, compilation)
+        self.graphs.append((compilation.before.restored(), optimised))
         forward = optimised.forward
 
         def recording(*inputs: Any) -> Any:
