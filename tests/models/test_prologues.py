@@ -70,7 +70,7 @@ MODELS: dict[str, Expected] = {
 
 
 # One model of each op, in sizes that vary too: compiling those takes longest.
-VARYING = ("olmo2", "minimax_m2", "qwen3_5_text", "glm4", "deepseek_v2", "deepseek_v3", "gpt_neox")
+VARYING = ("olmo2", "qwen3_5_text", "glm4", "deepseek_v2", "deepseek_v3", "gpt_neox")
 CASES = [*((name, None) for name in MODELS), *((name, True) for name in VARYING)]
 
 
@@ -95,10 +95,9 @@ def test_the_op_and_the_logits(name: str, dynamic: bool | None) -> None:
     torch.testing.assert_close(logits, wanted, atol=bound, rtol=bound)
 
 
-@pytest.mark.parametrize("name", ["glm4", "phi3"])
-def test_a_head_of_which_a_part_is_rotated_is_not_copied_for_attention(name: str) -> None:
+def test_a_head_of_which_a_part_is_rotated_is_not_copied_for_attention() -> None:
     """The model puts the parts together, in memory of its own; the op that gives q and k doesn't have to."""
-    model, ids = build(name, torch.bfloat16), prompt()
+    model, ids = build("glm4", torch.bfloat16), prompt()
     backend = npu_fuse.Backend(strict=True, keep_graphs=True)
     torch._dynamo.reset()
     with torch.no_grad():

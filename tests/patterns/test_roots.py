@@ -13,7 +13,6 @@ from tiny_models import build, prompt
 LATENT = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS = {
-    "glm4": {},
     "deepseek_v3": {
         **LATENT,
         **EXPERTS,
