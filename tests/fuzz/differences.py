@@ -157,12 +157,14 @@ def of_numbers(found: Tensor, wanted: Tensor, shadow: Shadow) -> str:
 def of_roundings(found: Tensor, wanted: Tensor) -> str:
     """What shows that one of two narrow results is rounded where the other isn't; nothing where none does.
 
-    Where both are rounded alike, a number differs only where the last bit of a float32 before tips the rounding.
+    Where both are rounded alike, a number differs only where the last bit of a float32 before tips the rounding. Where
+    torch's gelu cancels that is one in twenty: on a CPU, float16 and the float32 that is rounded have another erf. Of
+    roundings that differ, a quarter shows.
     """
     if wanted.dtype.itemsize > 2:
         return ""
     other = int((~((found == wanted) | (found.isnan() & wanted.isnan()))).sum())
-    is_many = other > 1 + wanted.numel() // 50
+    is_many = other > 1 + wanted.numel() // 12
     return f"{other} of {wanted.numel()} numbers have other bits under exact numerics" if is_many else ""
 
 
